@@ -175,7 +175,9 @@ def load(engine: str, root: Path = ROOT) -> core.Series:
         if path not in files or files[path].after != sha(data) or files[path].before is not None:
             raise SeriesError(f"{engine}: {folder.added[path]} differs from manifest.yml; {again}")
     if set(files) != set(texts) | set(folder.touched):
-        raise SeriesError(f"{engine}: manifest.yml lists {sorted(set(files) ^ (set(texts) | set(folder.touched)))}; {again}")
+        raise SeriesError(
+            f"{engine}: manifest.yml lists {sorted(set(files) ^ (set(texts) | set(folder.touched)))}; {again}"
+        )
     return core.Series(
         engine=engine,
         distribution=named[0],
@@ -275,7 +277,9 @@ def reader(site: Path, distribution: str) -> tuple[Reader, str]:
     if site.is_dir():
         version = core.installed_version(site, distribution)
         if version is None:
-            raise SeriesError(f"{distribution} is not installed in {site}; expected the site-packages of an unpatched engine")
+            raise SeriesError(
+                f"{distribution} is not installed in {site}; expected the site-packages of an unpatched engine"
+            )
         return lambda path: core.read(site, path), version
     if not zipfile.is_zipfile(site):
         raise SeriesError(f"{site}: expected a site-packages folder or a wheel")
@@ -419,7 +423,9 @@ def write_patch(path: Path, header: str, names: Sequence[str], changed: Mapping[
     old = path.read_bytes().decode("utf-8") if path.exists() else None
     if old is not None and old.removeprefix(header) == body:
         return False
-    header = re.sub(r"(?m)^Last-Update:.*$", f"Last-Update: {today}", header.format(today=today) if old is None else header)
+    header = re.sub(
+        r"(?m)^Last-Update:.*$", f"Last-Update: {today}", header.format(today=today) if old is None else header
+    )
     path.write_bytes((header.rstrip("\n") + "\n\n" + body).encode())
     return True
 
@@ -440,20 +446,26 @@ def new_patch(engine: str, name: str, names: Sequence[str], site: Path, tree: Pa
     found = edits(engine, site, tree).changed
     same = [n for n in names if n not in found]
     if same:
-        raise SeriesError(f"{', '.join(same)}: no difference to {site}; edited are: {', '.join(sorted(found)) or 'none'}")
+        raise SeriesError(
+            f"{', '.join(same)}: no difference to {site}; edited are: {', '.join(sorted(found)) or 'none'}"
+        )
     owned = {f.path: p.name for p in (read_folder(engine, root).patches if listed else ()) for f in p.files}
     for n in names:
         if n in owned:
             raise SeriesError(f"{n} belongs to {owned[n]}; one patch owns a file")
     path = folder / f"{what}.patch"
     write_patch(path, HEADER, names, found)
-    lines = series.read_text(encoding="utf-8") if series.exists() else f"# Patches of {engine}, applied top to bottom.\n"
+    lines = (
+        series.read_text(encoding="utf-8") if series.exists() else f"# Patches of {engine}, applied top to bottom.\n"
+    )
     order = sorted([*listed, path.name])
     if order[-1] == path.name:
         series.write_text(lines + path.name + "\n", encoding="utf-8")
     else:
         after = order[order.index(path.name) + 1]
-        series.write_text(re.sub(rf"(?m)^{re.escape(after)}", f"{path.name}\n{after}", lines, count=1), encoding="utf-8")
+        series.write_text(
+            re.sub(rf"(?m)^{re.escape(after)}", f"{path.name}\n{after}", lines, count=1), encoding="utf-8"
+        )
     return path
 
 
@@ -537,10 +549,14 @@ def _parser() -> argparse.ArgumentParser:
         made.add_argument("engine", metavar="ENGINE")
         if name == "new":
             made.add_argument("name", metavar="NAME", help="NNNN-what, or what to take the next number")
-            made.add_argument("files", nargs="+", metavar="FILE", help="path in site-packages, e.g. sglang/srt/server_args.py")
+            made.add_argument(
+                "files", nargs="+", metavar="FILE", help="path in site-packages, e.g. sglang/srt/server_args.py"
+            )
         made.add_argument("--site", type=Path, required=True, help="unpatched site-packages, or the wheel")
         if name != "refresh":
-            made.add_argument("--edited", type=Path, required=True, help="edited copy of site-packages or of the package")
+            made.add_argument(
+                "--edited", type=Path, required=True, help="edited copy of site-packages or of the package"
+            )
     for name, text in (("state", "report what a site is"), ("apply", "patch a site")):
         made = verb(name, text)
         made.add_argument("engine", metavar="ENGINE")
@@ -579,7 +595,9 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     if args.verb == "apply":
         got = _apply(args)
         changed = "would be changed" if args.dry_run else "changed"
-        line = f"{got['site']}: {got['was']} -> {got['state']}" + (f" ({changed})" if got["changed"] else " (unchanged)")
+        line = f"{got['site']}: {got['was']} -> {got['state']}" + (
+            f" ({changed})" if got["changed"] else " (unchanged)"
+        )
         return 0, {"ok": True, **got}, [line]
     got = _state(args)
     ok = got["state"] not in core.NEXT_STEP

@@ -47,7 +47,9 @@ class Patch:
 def _path(line: str, mark: str, side: str, where: str) -> str:
     name = line.removeprefix(mark + " ").split("\t")[0].rstrip("\n")
     if not line.startswith(mark + " ") or name == "/dev/null" or not name.startswith(side + "/"):
-        raise PatchError(f"{where}: expected '{mark} {side}/PATH', found {line.rstrip()!r} (new files go into overlay/)")
+        raise PatchError(
+            f"{where}: expected '{mark} {side}/PATH', found {line.rstrip()!r} (new files go into overlay/)"
+        )
     return name.removeprefix(side + "/")
 
 
@@ -98,7 +100,9 @@ class _Reader:
         if old == new:
             raise PatchError(f"{start}: the hunk changes nothing")
         if new_at != old_at + shift:
-            raise PatchError(f"{start}: the hunk's new line is {new_at}, but {old_at + shift} follows from the hunks above")
+            raise PatchError(
+                f"{start}: the hunk's new line is {new_at}, but {old_at + shift} follows from the hunks above"
+            )
         return Hunk(old_at, tuple(old), tuple(new)), shift + len(new) - len(old)
 
 

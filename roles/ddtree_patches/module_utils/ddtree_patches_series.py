@@ -75,7 +75,9 @@ class Series:
             raw["imports"] = tuple(raw["imports"])
             return cls(**raw)
         except (ValueError, zlib.error, TypeError, KeyError, AttributeError) as e:
-            raise SeriesError(f"the series is unreadable ({e}); it comes from lookup('ddtree_series', ENGINE).payload") from e
+            raise SeriesError(
+                f"the series is unreadable ({e}); it comes from lookup('ddtree_series', ENGINE).payload"
+            ) from e
 
     def diff_text(self) -> str:
         """Every hunk of the series, new files included, as one unified diff."""
@@ -359,7 +361,9 @@ def check_imports(python: Path, site: Path, series: Series, env: Mapping[str, st
         raise SeriesError(f"importing the patched modules ended with exit code {done.returncode}: {tail}")
     failed = json.loads(answer[1])
     if failed:
-        raise SeriesError("patched modules cannot be imported: " + "; ".join(f"{m}: {why}" for m, why in failed.items()))
+        raise SeriesError(
+            "patched modules cannot be imported: " + "; ".join(f"{m}: {why}" for m, why in failed.items())
+        )
     return list(wanted)
 
 
