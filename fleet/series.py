@@ -24,7 +24,7 @@ import re
 import sys
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,34 +157,43 @@ def load(engine: str, root: Path = ROOT) -> core.Series:
     Raises SeriesError if a file was changed without `bin/series refresh`: the digest goes into the release id, so a stale
     one would let a host keep an old release.
     """
-    folder = read_folder(engine, root)
-    m = folder.manifest
+    return agreed(read_folder(engine, root))
+
+
+def agreed(folder: Folder) -> core.Series:
+    """The series that a folder and its manifest make. Raises SeriesError where they differ."""
+    engine, m = folder.engine, folder.manifest
     again = f"run bin/series refresh {engine} --site SITE"
     try:
         files = {path: core.FileHash(h["before"], h["after"]) for path, h in m["files"].items()}
         listed, imports = dict(m["patches"]), tuple(m["imports"])
         named = (m["distribution"], m["version"])
     except (KeyError, TypeError, AttributeError) as e:
-        raise SeriesError(f"{engine}: manifest.yml has no {e}; {again}") from e
+        raise SeriesError(f"{engine}: manifest.yml is not complete ({e!r}); {again}") from e
     if named != split_engine(engine):
         raise SeriesError(f"{engine}: manifest.yml is of {'-'.join(map(str, named))}; {again}")
-    if {name: sha(text.encode()) for name, text in folder.texts.items()} != listed:
-        raise SeriesError(f"{engine}: the patches differ from those in manifest.yml; {again}")
+    now = {name: sha(text.encode()) for name, text in folder.texts.items()}
+    if now != listed:
+        odd = sorted(name for name in now.keys() | listed.keys() if now.get(name) != listed.get(name))
+        raise SeriesError(f"{engine}: {', '.join(odd)} differs from manifest.yml; {again}")
     texts = {path: file.read_bytes() for path, file in folder.added.items()}
     for path, data in texts.items():
-        if path not in files or files[path].after != sha(data) or files[path].before is not None:
+        if files.get(path) != core.FileHash(None, sha(data)):
             raise SeriesError(f"{engine}: {folder.added[path]} differs from manifest.yml; {again}")
-    if set(files) != set(texts) | set(folder.touched):
-        raise SeriesError(
-            f"{engine}: manifest.yml lists {sorted(set(files) ^ (set(texts) | set(folder.touched)))}; {again}"
-        )
+    odd = sorted(set(files) ^ (set(texts) | set(folder.touched)))
+    if odd:
+        raise SeriesError(f"{engine}: manifest.yml and the series disagree about {', '.join(odd)}; {again}")
+    try:
+        overlay = {path: data.decode("utf-8") for path, data in texts.items()}
+    except UnicodeDecodeError as e:
+        raise SeriesError(f"{engine}: a file of the overlay is no UTF-8 text: {e}") from e
     return core.Series(
         engine=engine,
         distribution=named[0],
         version=named[1],
         files=files,
         patches=tuple(folder.texts.items()),
-        overlay={path: data.decode("utf-8") for path, data in texts.items()},
+        overlay=overlay,
         imports=imports,
         superseded=m.get("superseded"),
     )
@@ -340,12 +349,12 @@ def refresh(engine: str, site: Path, root: Path = ROOT) -> bool:
     }
     body = yaml.dump(made, Dumper=_Dumper, sort_keys=False, width=120, explicit_start=True)
     text = MANIFEST_HEAD.format(engine=engine) + body
-    path = folder.path / "manifest.yml"
-    if path.exists() and path.read_text(encoding="utf-8") == text:
+    # The whole way once, in memory, before anything is written.
+    core.dry_run(agreed(replace(folder, manifest=made)), get)
+    target = folder.path / "manifest.yml"
+    if target.exists() and target.read_text(encoding="utf-8") == text:
         return False
-    path.write_text(text, encoding="utf-8")
-    # The whole way once, in memory: a manifest that was just written must do.
-    core.dry_run(load(engine, root), get)
+    target.write_text(text, encoding="utf-8")
     return True
 
 
@@ -511,7 +520,8 @@ def _apply(args: argparse.Namespace) -> dict[str, Any]:
     env.update(item.split("=", 1) for item in args.env)
 
     def imports() -> list[str]:
-        return core.check_imports(python, site, series, env, args.timeout)
+        names: list[str] = core.check_imports(python, site, series, env, args.timeout)
+        return names
 
     done = core.apply(series, site, stamp=stamp, imports=imports if args.imports else None, dry=args.dry_run)
     return {"engine": args.engine, "digest": series.digest, "site": str(site), **vars(done)}
@@ -594,10 +604,8 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         return 0, {"ok": True, "said": said}, said or ["nothing to do: the patches are what the copy differs in"]
     if args.verb == "apply":
         got = _apply(args)
-        changed = "would be changed" if args.dry_run else "changed"
-        line = f"{got['site']}: {got['was']} -> {got['state']}" + (
-            f" ({changed})" if got["changed"] else " (unchanged)"
-        )
+        note = "unchanged" if not got["changed"] else "would be changed" if args.dry_run else "changed"
+        line = f"{got['site']}: {got['was']} -> {got['state']} ({note})"
         return 0, {"ok": True, **got}, [line]
     got = _state(args)
     ok = got["state"] not in core.NEXT_STEP

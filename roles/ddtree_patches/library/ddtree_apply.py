@@ -63,7 +63,9 @@ EXAMPLES = r"""
 
 RETURN = r"""
 state:
-  description: State of the release now, V(clean), V(applied), V(partial), V(foreign), V(superseded) or, before it is built, V(absent).
+  description:
+    - State of the release now.
+    - V(clean), V(applied), V(partial), V(foreign), V(superseded) or, while it is not built, V(absent).
   type: str
   returned: always
 was:
@@ -148,7 +150,8 @@ def answer_for(params: dict[str, Any], check_mode: bool) -> dict[str, Any]:
         env = {name: str(value).replace("{release}", str(release)) for name, value in params["import_env"].items()}
 
         def imports() -> list[str]:
-            return core.check_imports(python, site, series, env, params["import_timeout"])
+            names: list[str] = core.check_imports(python, site, series, env, params["import_timeout"])
+            return names
 
         done = core.apply(
             series,
