@@ -134,12 +134,12 @@ def _group_alive(group: int) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the whole process group: ask, then kill; returns when it is gone."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
+    """End the server and everything it started: ask the leader, then kill the group; returns when it is empty."""
+    for kill, sign in ((os.kill, signal.SIGTERM), (os.killpg, signal.SIGKILL)):
         try:
-            os.killpg(process.pid, sign)
+            kill(process.pid, sign)
         except ProcessLookupError:
-            break
+            pass
         deadline = time.monotonic() + STOP_LIMIT
         while time.monotonic() < deadline:
             process.poll()  # reap, else the leader stays in its group
@@ -147,7 +147,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
                 process.wait()
                 return
             time.sleep(0.05)
-    process.wait()
+    raise EngineFailed(f"process group {process.pid} outlived SIGKILL")
 
 
 @contextmanager

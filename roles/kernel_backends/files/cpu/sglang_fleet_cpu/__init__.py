@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang plugin of the cpu profile (entry point group `sglang.srt.plugins`): the real engine without a GPU.
 
-Scheduler, radix cache, allocators, attention metadata, DFLASH and DDTREE stay the engine's own; Triton's small index
-kernels run under its interpreter (`TRITON_INTERPRET=1`). Three things are replaced, because without a device they cannot
-work or would take minutes per answer:
+Scheduler, radix cache, allocators, attention metadata, DFLASH and DDTREE stay the engine's own. Replaced is only what
+cannot work without a device or would take minutes per answer:
 
-1. attention arithmetic: torch instead of interpreted Triton (`SGLANG_FLEET_CPU_ATTENTION=interpreter` keeps Triton's);
-2. the drafter's input embeddings stay in the model's dtype (the runner casts them to bfloat16, which a float32
-   drafter cannot read);
+1. Triton kernels of the hot path: torch functions with the same arguments and results (attention.py, indices.py).
+   `SGLANG_FLEET_CPU_KERNELS=interpreter` keeps Triton's own under its interpreter; the other kernels always run there.
+2. The drafter's input embeddings stay in the model's dtype (the runner casts them to bfloat16, which a float32 drafter
+   cannot read).
 3. Triton's autotuner takes a kernel's first configuration instead of timing all of them on a device.
 
 It acts only with `SGLANG_USE_CPU_ENGINE=1` and ends the process when a CUDA device is visible, so no GPU run can ever
@@ -20,13 +20,13 @@ import importlib
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
-ATTENTION_SWITCH = "SGLANG_FLEET_CPU_ATTENTION"  # torch (default) or interpreter
-PARTS = ("attention", "embeddings", "autotuner")
+KERNELS_SWITCH = "SGLANG_FLEET_CPU_KERNELS"  # torch (default) or interpreter
 
 
 def _stop(problem: str) -> SystemExit:
@@ -34,34 +34,40 @@ def _stop(problem: str) -> SystemExit:
     return SystemExit(f"sglang-fleet cpu profile: {problem}")
 
 
-def _swap(path: str, twin: Callable[..., Any]) -> None:
-    """Put `twin` in the place of the function at dotted `path`; the parameter lists must be the same."""
+def _parameters(function: Any) -> list[str]:
+    """Parameter names of a function, of a Triton kernel or of a kernel's twin (its first one is the grid)."""
+    if (twin := getattr(function, "function", None)) is not None:
+        return list(inspect.signature(twin).parameters)[1:]
+    return list(getattr(function, "arg_names", None) or inspect.signature(function).parameters)
+
+
+def _swap(path: str, twin: Any) -> None:
+    """Put `twin` in the place of the function at dotted `path`, also where it was imported by name already."""
     module_name, name = path.rsplit(".", 1)
-    module = importlib.import_module(module_name)
-    theirs = list(inspect.signature(getattr(module, name)).parameters)
-    ours = list(inspect.signature(twin).parameters)
-    if theirs != ours:
-        raise _stop(
-            f"{path} of this engine takes {theirs}, its twin takes {ours}; the profile needs a twin for this engine"
-        )
-    setattr(module, name, twin)
+    theirs = getattr(importlib.import_module(module_name), name)
+    if _parameters(theirs) != _parameters(twin):
+        raise _stop(f"{path} takes {_parameters(theirs)}, its twin {_parameters(twin)}; this engine needs its own twin")
+    for module in list(sys.modules.values()):
+        space = getattr(module, "__dict__", {})
+        for key in [key for key, value in space.items() if value is theirs]:
+            space[key] = twin
 
 
-def _attention() -> None:
-    choice = os.environ.get(ATTENTION_SWITCH, "torch")
+def _kernels() -> None:
+    choice = os.environ.get(KERNELS_SWITCH, "torch")
     if choice not in ("torch", "interpreter"):
-        raise _stop(f"{ATTENTION_SWITCH}={choice} is neither torch nor interpreter")
+        raise _stop(f"{KERNELS_SWITCH}={choice} is neither torch nor interpreter")
     if choice == "torch":
-        from sglang_fleet_cpu.attention import TWINS
+        from sglang_fleet_cpu import attention, indices
 
-        for path, twin in TWINS.items():
+        for path, twin in {**attention.TWINS, **indices.TWINS}.items():
             _swap(path, twin)
 
 
 def _embeddings() -> None:
     from sglang.srt.models.dflash import DFlashDraftModel
 
-    upstream = DFlashDraftModel.forward
+    upstream: Callable[..., Any] = DFlashDraftModel.forward
 
     def forward(
         self: Any, input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any = None, **rest: Any
@@ -76,7 +82,7 @@ def _embeddings() -> None:
 def _autotuner() -> None:
     from triton.runtime.autotuner import Autotuner
 
-    upstream = Autotuner.run
+    upstream: Callable[..., Any] = Autotuner.run
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         del self.configs[1:]
@@ -86,20 +92,22 @@ def _autotuner() -> None:
 
 
 def register() -> None:
-    """Entry point. Does nothing unless the engine was started as a CPU engine."""
+    """Entry point. Does nothing unless the engine was started as a CPU engine.
+
+    Raises:
+        SystemExit: a CUDA device is visible, Triton's interpreter is off, or the engine is not the one the twins fit.
+    """
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         return
     import torch
 
     if torch.cuda.is_available():
-        raise _stop(
-            "a CUDA device is visible; start the engine with CUDA_VISIBLE_DEVICES= or use the profile of the GPU"
-        )
+        raise _stop("a CUDA device is visible; start the engine with CUDA_VISIBLE_DEVICES= or use the profile of the GPU")
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise _stop("TRITON_INTERPRET=1 is missing; without it Triton's kernels need a GPU")
-    for part in (_attention, _embeddings, _autotuner):
+    for part in (_kernels, _embeddings, _autotuner):
         try:
             part()
         except Exception as error:
             raise _stop(f"cannot set up {part.__name__.strip('_')}: {error!r}") from error
-    logger.info("sglang-fleet cpu profile is active: %s", ", ".join(PARTS))
+    logger.info("sglang-fleet cpu profile is active (kernels: %s)", os.environ.get(KERNELS_SWITCH, "torch"))
