@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The smoke of one host: ask every instance, read its journal, compare with baseline, give the verdict.
+
+`bin/smoke` sends this file and its neighbours over SSH and runs `main`; the role's module calls `probe`.
+Python 3.11+, standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any
+
+from ansible.module_utils import smoke_host as sh
+from ansible.module_utils import smoke_judge as judge
+from ansible.module_utils import smoke_recording as recordings
+
+MARK = "SMOKE-VERDICT "
+PAUSE = 0.2  # seconds between two looks at the journal while a hook is awaited
+
+
+def choose(deployment: Mapping[str, Any], mode: str | None, name: str | None) -> list[dict[str, Any]]:
+    """Instances of a deployment in a mode and of a name, None meaning any."""
+    return [
+        dict(i)
+        for i in deployment["instances"]
+        if (mode is None or i["mode"] == mode) and (name is None or i["name"] == name)
+    ]
+
+
+def probe(
+    host: sh.Host, hooks: Mapping[str, Any], prompts: Sequence[Mapping[str, str]], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The verdict on a host. `settings` are the role's variables without their prefix, and host, mode, instance."""
+    started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    name = str(settings.get("host") or socket.gethostname())
+    deployment = host.deployment()
+    if deployment is None or not deployment["instances"]:
+        nothing = judge.check(
+            "deployment.current",
+            False,
+            "no deployment" if deployment is None else "a deployment without instances",
+            f"{host.state}/deployments/current.json with at least one instance",
+            "there is nothing to prove on this host",
+            f"run site.yml -l {name}",
+        )
+        release = None if deployment is None else deployment["release"]
+        empty: dict[str, Any] = judge.verdict(name, release, [nothing], [], started, time.monotonic() - clock)
+        return empty
+    chosen = choose(deployment, settings.get("mode"), settings.get("instance"))
+    earlier = _evidence(host)
+    with ThreadPoolExecutor(max_workers=max(1, len(chosen))) as pool:
+        done = list(
+            pool.map(lambda i: _instance(host, deployment["release"], i, hooks, prompts, settings, earlier), chosen)
+        )
+    checks = [c for some, _ in done for c in some]
+    result: dict[str, Any] = judge.verdict(
+        name, deployment["release"], checks, [s for _, s in done], started, time.monotonic() - clock
+    )
+    if chosen and len(chosen) == len(deployment["instances"]) and settings.get("write", True):
+        sh.write_json(host.state / "verdicts" / "smoke.json", result)
+    return result
+
+
+def _evidence(host: sh.Host) -> dict[str, dict[str, Any]]:
+    """Hook lines that the last smoke found, by invocation: start-up lines of a long run may have left the journal."""
+    try:
+        last = json.loads((host.state / "verdicts" / "smoke.json").read_text(encoding="utf-8"))
+        return {
+            i["invocation"]: dict(i["evidence"]) for i in last["instances"] if i.get("invocation") and i.get("whole")
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}  # no earlier verdict, or one of another format: the journal alone has to do
+
+
+def _instance(
+    host: sh.Host,
+    release: str,
+    instance: Mapping[str, Any],
+    hooks: Mapping[str, Any],
+    prompts: Sequence[Mapping[str, str]],
+    settings: Mapping[str, Any],
+    earlier: Mapping[str, Mapping[str, Any]],
+) -> tuple[list[judge.Check], dict[str, Any]]:
+    name, mode, url = str(instance["name"]), str(instance["mode"]), str(instance["url"])
+    scan = judge.JournalScan(hooks, mode)
+    speculative = bool(hooks["modes"][mode]["speculative"])
+    before = host.unit(str(instance["unit"]))
+    summary: dict[str, Any] = {
+        "name": name,
+        "mode": mode,
+        "unit": instance["unit"],
+        "invocation": before["InvocationID"],
+        "requests": 0,
+        "tokens": 0,
+        "tokens_per_step": None,
+    }
+    active = before["ActiveState"] == "active"
+    checks = [_judge_active(host, instance, before, active, settings)]
+    if not active:
+        return checks, summary
+
+    checks.append(_judge_release(host, release, before, name))
+    key = host.api_key(instance.get("api_key_file"))
+    status = sh.health(url, key, min(30.0, float(settings["request_timeout"])))
+    checks.append(_judge_health(status, url, name))
+    answers: list[dict[str, Any]] = []
+    if status == "200":
+        used = list(prompts)[: int(settings["requests"])]
+        answers = _ask(url, used, key, settings, speculative)
+        checks += _judge_all(host, release, instance, hooks, used, answers, settings, summary)
+    checks += _judge_journal(host, hooks, scan, before["InvocationID"], name, settings, earlier, summary)
+    checks.append(_judge_steady(before, host.unit(str(instance["unit"])), name))
+    return checks, summary
+
+
+def _ask(
+    url: str, prompts: Sequence[Mapping[str, str]], key: str | None, settings: Mapping[str, Any], speculative: bool
+) -> list[dict[str, Any]]:
+    """All prompts `concurrency` at a time, and the first `alone` of them one by one.
+
+    Without speculation every prompt is asked alone too, with log-probabilities: those answers are the reference.
+    """
+    tokens, timeout = int(settings["tokens"]), float(settings["request_timeout"])
+
+    def one(prompt: Mapping[str, str], way: str, likeliest: int = 0) -> dict[str, Any]:
+        clock = time.monotonic()
+        answer = sh.generate(url, prompt["text"], tokens, key, timeout, likeliest)
+        return {"prompt": prompt["id"], "way": way, **answer, "seconds": round(time.monotonic() - clock, 3)}
+
+    count = min(len(prompts), int(settings["alone"])) if speculative else len(prompts)
+    alone = [one(p, "alone", 0 if speculative else recordings.LIKELIEST) for p in prompts[:count]]
+    with ThreadPoolExecutor(max_workers=int(settings["concurrency"])) as pool:
+        batch = list(pool.map(lambda p: one(p, "batch"), prompts))
+    return batch + alone
+
+
+def _judge_all(
+    host: sh.Host,
+    release: str,
+    instance: Mapping[str, Any],
+    hooks: Mapping[str, Any],
+    used: Sequence[Mapping[str, str]],
+    answers: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    summary: dict[str, Any],
+) -> list[judge.Check]:
+    name, tokens = str(instance["name"]), int(settings["tokens"])
+    good = [a for a in answers if not a["error"]]
+    drafts, steps, _ = judge.accepted_drafts(good)
+    summary |= {
+        "requests": len(answers),
+        "tokens": sum(len(a["ids"]) for a in good),
+        "accepted_drafts": drafts,
+        "verify_steps": steps,
+        "tokens_per_step": round(1 + drafts / steps, 3) if steps else None,
+    }
+    dtype = sh.dtype_of(instance)
+    bound = judge.near_tie_gap(dtype, settings.get("near_tie_gaps"))
+    checks = [judge.judge_answers(answers, tokens, name, int(settings["requests"]))]
+    if hooks["modes"][instance["mode"]]["speculative"]:
+        checks.append(judge.judge_accepted(good, name, int(settings["min_accepted"])))
+        ident = recordings.key(recordings.inputs(host, release, instance, used, tokens))
+        recording, compared = recordings.load(host, ident), answers
+        checks.append(_judge_recorded(recording, ident, name))
+        reference = "baseline"
+    else:
+        recording = {"prompts": {a["prompt"]: {"ids": a["ids"], "top": a["top"]} for a in good if a["way"] == "alone"}}
+        compared = [a for a in answers if a["way"] == "batch"]
+        reference = "the same prompt asked alone"
+    if recording is not None:
+        output, figures = judge.judge_output(recording, compared, tokens, bound, name, reference)
+        checks += output
+        summary |= {"near_tie_gap": bound, **figures}
+    return checks
+
+
+def _judge_recorded(recording: Mapping[str, Any] | None, ident: str, name: str) -> judge.Check:
+    return judge.check(
+        "baseline.recorded",
+        recording is not None,
+        f"recorded {recording['recorded']}" if recording else f"no recording {ident[:16]}",
+        "a recording of this release, model, dtype, arguments and prompts",
+        "without it there is nothing to compare the output with",
+        "run site.yml with --tags activate,smoke; if a model file changed under a running engine, that is the reason",
+        name,
+    )
+
+
+def _judge_active(
+    host: sh.Host, instance: Mapping[str, Any], state: Mapping[str, str], active: bool, settings: Mapping[str, Any]
+) -> judge.Check:
+    observed = f"{state['ActiveState']} ({state['SubState']}, result {state['Result']})"
+    if not active:
+        tail = host.journal_tail(str(instance["unit"]), state["InvocationID"], int(settings["journal_lines"]))
+        observed += "; last lines: " + (" | ".join(line.strip()[:200] for line in tail) or "none")
+    return judge.check(
+        "unit.active",
+        active,
+        observed,
+        f"{instance['unit']} active",
+        "an engine that does not run proves nothing",
+        f"read `journalctl -u {instance['unit']}`, put its last error right, then `systemctl restart {instance['unit']}`",
+        str(instance["name"]),
+    )
+
+
+def _judge_release(host: sh.Host, release: str, state: Mapping[str, str], name: str) -> judge.Check:
+    running = host.running_releases(state["ControlGroup"])
+    return judge.check(
+        "release.running",
+        running == [release],
+        ", ".join(running) or "no file of any release is mapped",
+        release,
+        "the link may point to one release while the processes still run another",
+        f"restart the unit of {name}, or run site.yml with --tags activate",
+        name,
+    )
+
+
+def _judge_health(status: str, url: str, name: str) -> judge.Check:
+    return judge.check(
+        "engine.health",
+        status == "200",
+        status,
+        f"200 from {url}/health",
+        "the unit runs but its engine does not answer",
+        "read the unit's journal; restart the unit if the engine hangs",
+        name,
+    )
+
+
+def _judge_steady(before: Mapping[str, str], after: Mapping[str, str], name: str) -> judge.Check:
+    fields = ("ActiveState", "InvocationID", "NRestarts")
+    moved = [f"{f} {before[f]} -> {after[f]}" for f in fields if before[f] != after[f]]
+    return judge.check(
+        "unit.steady",
+        not moved,
+        "; ".join(moved) or f"same invocation, {after['NRestarts']} restarts",
+        "no restart during the smoke",
+        "an engine that dies under sixteen short requests will not last",
+        "read the journal of the invocation that ended",
+        name,
+    )
+
+
+def _judge_journal(
+    host: sh.Host,
+    hooks: Mapping[str, Any],
+    scan: judge.JournalScan,
+    invocation: str,
+    name: str,
+    settings: Mapping[str, Any],
+    earlier: Mapping[str, Mapping[str, Any]],
+    summary: dict[str, Any],
+) -> list[judge.Check]:
+    """Read the journal until it has every line that must be there, at most `hook_timeout` seconds."""
+    known = earlier.get(invocation)
+    deadline = time.monotonic() + float(settings["hook_timeout"])
+    while True:
+        scan.reset(known or {})
+        for line in host.journal(invocation):
+            scan.feed(line)
+        if not scan.missing() or time.monotonic() >= deadline:
+            break
+        time.sleep(PAUSE)  # journald takes a moment to store what the engine has just written
+    whole = known is not None or host.journal_has_start(invocation)
+    summary |= {"journal_lines": scan.lines, "evidence": scan.found, "whole": whole}
+    checks: list[judge.Check] = judge.judge_hooks(hooks, scan, name)
+    checks.append(
+        judge.check(
+            "journal.whole",
+            whole,
+            "reaches back to the start" if whole else "begins after the start of this invocation",
+            "the whole journal of this invocation",
+            "what has been dropped can neither prove nor rule out a line",
+            "restart the unit and run the smoke at once, or raise SystemMaxUse in journald.conf",
+            name,
+        )
+    )
+    return checks
+
+
+def main(payload: Mapping[str, Any]) -> None:
+    """Entry for `bin/smoke`: print the verdict after a mark, as the login shell may print lines of its own."""
+    try:
+        result = probe(sh.Host(), payload["hooks"], payload["prompts"], payload["settings"])
+    except sh.SmokeError as error:
+        sys.exit(f"smoke: {error}")
+    print(MARK + json.dumps(result))
