@@ -1,0 +1,173 @@
+#!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0
+"""Gather the facts of a host, judge them against the inventory, write the verdict down."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: gpu_host_preflight
+short_description: Judge a host before anything is changed on it
+description:
+  - Gathers GPU, driver, toolchain, room, port and model facts, and judges them and the inventory by named rules.
+  - Fails with every blocking finding at once. Changes nothing but its own report, which is a log of this run and not
+    counted as a change.
+options:
+  host:
+    description: Name of the host in messages.
+    type: str
+    required: true
+  wanted:
+    description:
+      - The inventory's side, with the keys V(engine), V(engines), V(profile), V(defaults), V(instances), V(min_driver),
+        V(min_systemd), V(min_disk_gib), V(min_shm_gib), V(pythons), V(allow_any_address) and V(waivers).
+      - Its values are judged by the rules, so that a wrong one is named together with everything else that is wrong.
+    type: dict
+    required: true
+  root:
+    description: Folder that holds the releases; its file system has to have room.
+    type: path
+    required: true
+  verdict_file:
+    description: File for the verdict as JSON. Not written in check mode.
+    type: path
+    required: true
+  stand_in:
+    description:
+      - Facts recorded on a real machine by C(gpu_host_gather.py --record), in place of this host's GPU facts. For tests;
+        the verdict says so.
+    type: dict
+  enforce:
+    description: Whether a blocking finding fails the task. Going back to an older deployment is never held up by findings.
+    type: bool
+    default: true
+attributes:
+  check_mode:
+    support: full
+    description: Judges as always and leaves the report unwritten.
+  diff_mode:
+    support: none
+    description: It changes nothing that a difference could show.
+author: sglang-fleet
+"""
+
+EXAMPLES = r"""
+- name: Judge the host
+  gpu_host_preflight:
+    host: "{{ inventory_hostname }}"
+    root: /opt/sglang-fleet
+    verdict_file: /var/lib/sglang-fleet/verdicts/preflight.json
+    wanted:
+      engine: sglang-0.5.11
+      engines: [sglang-0.5.11]
+      profile: auto
+      instances: [{name: gpu0, gpus: [0], port: 30000, mode: ddtree, model_path: /srv/models/target}]
+      pythons: ["3.12", "3.11"]
+      min_driver: "580"
+"""
+
+RETURN = r"""
+profile: {description: Device profile of the host., type: str, returned: always}
+python: {description: Interpreter for the release as C(version) and C(path); null if none fits., type: dict, returned: always}
+platform: {description: "Operating system and architecture, as in C(linux-x86_64).", type: str, returned: always}
+gpus: {description: GPUs of the host in PCI order., type: list, elements: dict, returned: always}
+verdict: {description: The verdict with all findings., type: dict, returned: always}
+report: {description: The verdict as lines for people., type: list, elements: str, returned: always}
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.gpu_host_gather import gather
+from ansible.module_utils.gpu_host_judge import instances_of, judge, lines, rows
+
+
+def texts(values):
+    """The texts among values, each once."""
+    return sorted({value for value in values if isinstance(value, str)})
+
+
+def facts_for(wanted, root, stand_in):
+    """Facts of this host for what the inventory asks; GPU facts from a recording where one is given."""
+    instances = instances_of(wanted)
+    paths = [one.get(key) for one in instances for key in ("model_path", "draft_model_path")]
+    facts = gather(
+        root,
+        [str(version) for version in wanted.get("pythons") or []],
+        [path for path in texts(paths) if path.startswith("/")],
+        texts(one.get("address") for one in instances),
+    )
+    if stand_in:
+        facts.update({key: stand_in[key] for key in ("recorded", "gpu", "nvcc")})
+    return facts
+
+
+def write(path, text):
+    """Put a whole file in place or leave the old one."""
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".preflight-")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink()
+        raise
+
+
+def main():
+    module = AnsibleModule(
+        argument_spec={
+            "host": {"type": "str", "required": True},
+            "wanted": {"type": "dict", "required": True},
+            "root": {"type": "path", "required": True},
+            "verdict_file": {"type": "path", "required": True},
+            "stand_in": {"type": "dict"},
+            "enforce": {"type": "bool", "default": True},
+        },
+        supports_check_mode=True,
+    )
+    wanted = module.params["wanted"]
+    stand_in = module.params["stand_in"]
+    if stand_in and not {"recorded", "gpu", "nvcc"} <= set(stand_in):
+        module.fail_json(
+            msg=f"{module.params['host']}: gpu_host_facts_file is no recording; expected what gpu_host_gather.py --record writes"
+        )
+    facts = facts_for(wanted, module.params["root"], stand_in)
+    verdict = judge(module.params["host"], wanted, facts)
+    python = next((one for one in facts["pythons"] if one["venv"]), None)
+    result = {
+        "changed": False,
+        "profile": verdict["profile"],
+        "python": {"version": python["version"], "path": python["path"]} if python else None,
+        "platform": f"linux-{facts['platform']['arch']}",
+        "gpus": facts["gpu"]["gpus"],
+        "verdict": verdict,
+        "report": lines(verdict),
+    }
+    if not module.check_mode:
+        try:
+            write(
+                Path(module.params["verdict_file"]),
+                json.dumps({**verdict, "facts": facts}, indent=2, sort_keys=True) + "\n",
+            )
+        except OSError as error:
+            # A full disk must not hide the findings that would explain it.
+            module.warn(
+                f"{module.params['host']}: the verdict could not be written to {module.params['verdict_file']}: {error}"
+            )
+    if not verdict["ok"] and module.params["enforce"]:
+        # The message alone: Ansible prints a failed result whole, and the rest is in the verdict file.
+        module.fail_json(msg="\n".join(result["report"]))
+    for finding in verdict["findings"]:
+        if finding["severity"] != "info":
+            module.warn(f"{module.params['host']}: " + "\n".join(rows(finding)))
+    module.exit_json(**result)
+
+
+if __name__ == "__main__":
+    main()

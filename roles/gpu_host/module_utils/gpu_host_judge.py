@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The preflight verdict: facts and inventory in, findings out. Pure, so that every rule is tested without a host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Importing the rules registers them; the order here is the order of the report.
+from ansible.module_utils import gpu_host_rules_host, gpu_host_rules_inventory  # noqa: F401
+from ansible.module_utils.gpu_host_rules import BLOCK, CAPABILITIES, INFO, PROFILES, RULES, WARN, Case, Map, merge
+
+ORDER = {BLOCK: 0, WARN: 1, INFO: 2}
+WAIVABLE = tuple(known.id for known in RULES if known.needs_host and known.severity == BLOCK)
+
+
+def profile_of(wanted: Map, facts: Map | None) -> str | None:
+    """The device profile: the inventory's word where it gives one, else what the instances' GPUs are; None if that fails."""
+    asked = wanted.get("profile")
+    if asked in PROFILES:
+        return str(asked)
+    if facts is None or asked != "auto":
+        return None
+    case = Case("", wanted, facts, instances_of(wanted))
+    named = [case.gpu(one) for one in _asked(case.instances)]
+    gpus = [gpu for gpu in named if gpu] or case.gpus
+    profiles = {CAPABILITIES.get(gpu["compute_cap"]) for gpu in gpus}
+    return profiles.pop() if len(profiles) == 1 else None
+
+
+def _asked(instances: list[Map]) -> list[Any]:
+    return [one for instance in instances if isinstance(instance.get("gpus"), list) for one in instance["gpus"]]
+
+
+def instances_of(wanted: Map) -> list[Map]:
+    """The inventory's instances with its defaults under each; entries that are no map are left to their own rule."""
+    instances = wanted.get("instances")
+    return (
+        [merge(wanted.get("defaults"), one) for one in instances if isinstance(one, dict)]
+        if isinstance(instances, list)
+        else []
+    )
+
+
+def judge(host: str, wanted: Map, facts: Map | None = None) -> Map:
+    """The verdict on a host; without facts only the inventory's rules are asked.
+
+    Returns `{verb, host, ok, profile, findings, passed}`. findings: blocks first, each
+    `{id, severity, thing, observed, expected, why, fix}`, a waived one with its reason. passed: ids of rules that held.
+    """
+    wanted = {**wanted, "waivable": WAIVABLE}
+    profile = profile_of(wanted, facts)
+    case = Case(host, wanted, facts or {}, instances_of(wanted), profile)
+    waivers = wanted.get("waivers") or {}
+    findings, passed = [], []
+    for known in RULES:
+        if known.needs_host and facts is None:
+            continue
+        hits = list(known.check(case))
+        if not hits:
+            passed.append(known.id)
+        for hit in hits:
+            finding: Map = {"id": known.id, "severity": known.severity, **hit._asdict(), "why": known.why}
+            if known.id in WAIVABLE and str(waivers.get(known.id) or "").strip():
+                finding.update(severity=WARN, waived=waivers[known.id])
+            findings.append(finding)
+    findings.sort(key=lambda finding: ORDER[finding["severity"]])
+    ok = not any(finding["severity"] == BLOCK for finding in findings)
+    return {"verb": "preflight", "host": host, "ok": ok, "profile": profile, "findings": findings, "passed": passed}
+
+
+def lines(verdict: Map) -> list[str]:
+    """The verdict for people: one line on the whole, then three for each finding."""
+    blocks = [finding for finding in verdict["findings"] if finding["severity"] == BLOCK]
+    missed = {finding["id"] for finding in verdict["findings"]}
+    held = f"{len(verdict['passed'])} of {len(verdict['passed']) + len(missed)} checks hold"
+    if verdict["ok"]:
+        head = f"{verdict['host']}: preflight ok, profile {verdict['profile']}, {held}."
+    else:
+        problems = "1 problem" if len(blocks) == 1 else f"{len(blocks)} problems"
+        head = f"{verdict['host']}: preflight found {problems}, {held}. Nothing was changed."
+    return [head, *(row for finding in verdict["findings"] for row in rows(finding))]
+
+
+def rows(finding: Map) -> list[str]:
+    """One finding: what is and should be, why it matters, the next step."""
+    head = f"{finding['severity']} [{finding['id']}] {finding['thing']}: {finding['observed']}; expected {finding['expected']}"
+    waived = [f"    waived: {finding['waived']}"] if finding.get("waived") else []
+    return [head, f"    why: {finding['why']}", f"    fix: {finding['fix']}", *waived]

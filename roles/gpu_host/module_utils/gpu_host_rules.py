@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a finding is, how a rule is written down, and what every rule may look at. Pure: no file, no process, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+Map = dict[str, Any]
+
+BLOCK, WARN, INFO = "block", "warn", "info"
+
+MODES = ("baseline", "dflash", "ddtree-shadow", "ddtree")
+TREE_MODES = ("ddtree-shadow", "ddtree")
+PROFILES = ("sm90", "sm100", "sm120", "cpu")
+# Compute capability to profile. Source: CUDA GPU list of the vendor, 2026-11.
+CAPABILITIES = {"9.0": "sm90", "10.0": "sm100", "10.3": "sm100", "12.0": "sm120", "12.1": "sm120"}
+# The templated unit of every instance: its processes may hold the instance's GPUs and ports.
+UNIT_PREFIX = "sglang@"
+
+BUILT_IN: Map = {"address": "127.0.0.1", "budget": 15, "topk": 8, "spine": 0, "args": {}, "env": {}}
+
+
+class Hit(NamedTuple):
+    """One place where a rule does not hold."""
+
+    thing: str
+    observed: str
+    expected: str
+    fix: str
+
+
+class Rule(NamedTuple):
+    """A check: its id is the name that people look up, `why` holds for every hit."""
+
+    id: str
+    severity: str
+    why: str
+    needs_host: bool
+    check: Callable[[Case], Iterator[Hit]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything a rule looks at.
+
+    wanted: the inventory's side, as `gpu_host_preflight` takes it.
+    facts: `gpu_host_gather.gather`, or None when only the inventory is judged.
+    instances: gpu_units_instances with the defaults merged under each; only well-formed maps.
+    """
+
+    host: str
+    wanted: Map
+    facts: Map = field(default_factory=dict)
+    instances: list[Map] = field(default_factory=list)
+    profile: str | None = None
+
+    @property
+    def where(self) -> str:
+        """The file that a person edits for this host."""
+        return f"host_vars/{self.host}.yml"
+
+    @property
+    def gpus(self) -> list[Map]:
+        """GPUs of the host in PCI order."""
+        return list(self.facts.get("gpu", {}).get("gpus", []))
+
+    def gpu(self, asked: Any) -> Map | None:
+        """The GPU that an inventory's index or UUID means."""
+        for gpu in self.gpus:
+            if asked in (gpu["index"], gpu["uuid"]) and not isinstance(asked, bool):
+                return gpu
+        return None
+
+    def model(self, path: Any) -> Map | None:
+        """Facts of a model folder, None where the path was not looked at."""
+        found: Map | None = self.facts.get("models", {}).get(path)
+        return found
+
+
+RULES: list[Rule] = []
+
+
+def rule(
+    rule_id: str, severity: str, why: str, *, needs_host: bool
+) -> Callable[[Callable[[Case], Iterator[Hit]]], Callable[[Case], Iterator[Hit]]]:
+    """Register a check under an id that is used once."""
+    if any(known.id == rule_id for known in RULES):
+        raise ValueError(f"rule {rule_id} is written twice")
+
+    def register(check: Callable[[Case], Iterator[Hit]]) -> Callable[[Case], Iterator[Hit]]:
+        RULES.append(Rule(rule_id, severity, why, needs_host, check))
+        return check
+
+    return register
+
+
+def label(instance: Map, at: int = 0) -> str:
+    """How messages name an instance."""
+    name = instance.get("name")
+    return f"instance {name}" if name not in (None, "") else f"instance number {at + 1}"
+
+
+def flag(name: Any) -> str:
+    """A flag's one spelling: `page_size`, `page-size` and `--page-size` are the same."""
+    return str(name).strip().lstrip("-").replace("_", "-")
+
+
+def merge(defaults: Any, instance: Map) -> Map:
+    """An instance with the inventory's defaults and the built-in ones under it; args and env are merged, not replaced."""
+    merged: Map = {**BUILT_IN, **(defaults if isinstance(defaults, dict) else {}), **instance}
+    for key in ("args", "env"):
+        layers = [layer.get(key) for layer in (BUILT_IN, defaults, instance) if isinstance(layer, dict)]
+        if all(isinstance(layer, dict) or layer is None for layer in layers):
+            merged[key] = {name: value for layer in layers for name, value in (layer or {}).items()}
+    return merged
+
+
+def args_of(instance: Map) -> Map:
+    """Further flags of an instance in their one spelling."""
+    args = instance.get("args")
+    return {flag(name): value for name, value in args.items()} if isinstance(args, dict) else {}
