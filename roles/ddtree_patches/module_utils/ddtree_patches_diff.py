@@ -20,7 +20,7 @@ class PatchError(ValueError):
 
 @dataclass(frozen=True)
 class Hunk:
-    """One hunk: line numbers count from 1, lines keep their newline (or lack it, at the end of a file)."""
+    """One hunk: line numbers count from 1 (0 in an empty file), lines keep their newline (or lack it, at a file's end)."""
 
     line: int
     old: tuple[str, ...]
@@ -95,8 +95,10 @@ class _Reader:
                 new.append(line[1:] + ending)
         if len(old) != old_want or len(new) != new_want:
             raise PatchError(f"{start}: the counts in the hunk's first line do not fit its lines")
-        if not old:
+        if not old and (old_at or new_at != 1):
             raise PatchError(f"{start}: the hunk has no context, nothing would prove that it sits at its place")
+        if not old:
+            return Hunk(0, (), tuple(new)), len(new)
         if old == new:
             raise PatchError(f"{start}: the hunk changes nothing")
         if new_at != old_at + shift:
@@ -130,7 +132,7 @@ def parse(name: str, text: str) -> Patch:
         while not hunks or (reader.line is not None and not reader.line.startswith("--- ")):
             where = reader.where
             hunk, shift = reader.hunk(shift)
-            if hunk.line <= end:
+            if hunk.line <= end and hunks:
                 raise PatchError(f"{where}: the hunk overlaps or precedes the one above")
             end = hunk.line + len(hunk.old) - 1
             hunks.append(hunk)
@@ -151,7 +153,9 @@ def apply(patch: str, file: FilePatch, text: str) -> str:
     out: list[str] = []
     done = 0
     for hunk in file.hunks:
-        begin = hunk.line - 1
+        begin = max(hunk.line - 1, 0)
+        if hunk.line == 0 and lines:
+            raise PatchError(f"{patch}: {file.path}: expected an empty file, found {lines[0]!r}")
         found = lines[begin : begin + len(hunk.old)]
         if found != list(hunk.old):
             at = next((i for i, (a, b) in enumerate(zip(found, hunk.old, strict=False)) if a != b), len(found))
