@@ -29,7 +29,8 @@ UNIT_PROPERTIES = (
 )
 # systemd's own message for "unit is being started" (sd-messages.h, SD_MESSAGE_UNIT_STARTING).
 UNIT_STARTING = "7d4958e842da4a758f6c1cdc7b36dcc5"
-CGROUP = Path("/sys/fs/cgroup")
+# One hierarchy, or systemd's own beside the old ones.
+CGROUPS = [Path("/sys/fs/cgroup", name) for name in ("", "unified", "systemd")]
 
 # The engine listens on this host: a proxy of the environment must not be asked for it.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -102,10 +103,9 @@ class Host:
 
     def processes(self, cgroup: str) -> list[int]:
         """Process ids in a control group and below it; empty when it is gone."""
-        if not cgroup:
-            return []
         pids: list[int] = []
-        for path in (CGROUP / cgroup.lstrip("/")).rglob("cgroup.procs"):
+        folders = [root / cgroup.lstrip("/") for root in CGROUPS] if cgroup.strip("/") else []
+        for path in (file for folder in folders for file in folder.rglob("cgroup.procs")):
             try:
                 pids += [int(pid) for pid in path.read_text(encoding="ascii").split()]
             except OSError:  # the group went away while it was read

@@ -38,11 +38,11 @@ def config_lines(text: str) -> list[str]:
 
 
 def env_lines(text: str) -> list[str]:
-    """The engine's own variables of an environment file, in one order; DDTREE ones do not touch the baseline."""
+    """The engine's own variables of an environment file, in one order; what only serves us or DDTREE changes no token."""
     return sorted(
         line.strip()
         for line in text.splitlines()
-        if line.startswith("SGLANG_") and not line.startswith("SGLANG_DDTREE_")
+        if line.startswith("SGLANG_") and not line.startswith(("SGLANG_DDTREE_", "SGLANG_FLEET_"))
     )
 
 
