@@ -146,7 +146,7 @@ def parse_cuda_driver(text: str) -> str | None:
 def gather_gpu() -> Facts:
     """`{nvidia_smi, error, driver, cuda_driver, gpus, processes}`; error says why nvidia-smi gave nothing."""
     facts: Facts = {
-        "nvidia_smi": which("nvidia-smi"),
+        "nvidia_smi": which("nvidia-smi", ("/usr/local/nvidia/bin",)),  # containers get it there
         "error": None,
         "driver": None,
         "cuda_driver": None,

@@ -75,7 +75,7 @@ class Case:
 
     def model(self, path: Any) -> Map | None:
         """Facts of a model folder, None where the path was not looked at."""
-        found: Map | None = self.facts.get("models", {}).get(path)
+        found: Map | None = self.facts.get("models", {}).get(path) if isinstance(path, str) else None
         return found
 
 

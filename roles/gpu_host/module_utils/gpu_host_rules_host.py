@@ -142,7 +142,7 @@ def gpu_unknown(case: Case) -> Iterator[Hit]:
     for at, instance in enumerate(case.instances):
         asked = instance.get("gpus")
         for one in asked if isinstance(asked, list) else []:
-            if case.gpu(one) is None:
+            if case.gpu(one) is None and isinstance(one, (int, str)) and not isinstance(one, bool):
                 have = ", ".join(f"{gpu['index']} ({gpu['uuid']})" for gpu in case.gpus)
                 yield Hit(label(instance, at), f"GPU {one!r}", f"one of {have}", f"Correct gpus of it in {case.where}.")
 
@@ -444,7 +444,7 @@ def _meets(listening: str, asked: Any) -> bool:
 def address_foreign(case: Case) -> Iterator[Hit]:
     """Every address of an instance can be bound."""
     for at, instance in enumerate(case.instances):
-        reason = case.facts["bind"].get(instance.get("address"))
+        reason = case.facts["bind"].get(str(instance.get("address")))
         if reason:
             yield Hit(
                 label(instance, at),

@@ -35,6 +35,7 @@ KEYS = (
     "spine",
     "args",
     "env",
+    "api_key_file",
 )
 # Flags that the toolkit writes itself, and the key that says the same.
 OWNED_FLAGS = {
