@@ -9,7 +9,7 @@ import pytest
 
 import fleet.importer
 
-ORDER = ["lint", "unit", "patches", "engine", "lab", "gpu"]
+ORDER = ["lint", "unit", "control", "patches", "engine", "lab", "gpu"]
 HERE = Path(__file__).parent
 
 fleet.importer.install()
