@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-ins for a host and an engine, fed with what a real engine said (tests/unit/data/smoke)."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ansible.module_utils import smoke_host as sh
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = Path(__file__).parent / "data" / "smoke"
+HOOKS = yaml.safe_load((ROOT / "roles/smoke/files/hooks.yml").read_text())
+PROMPTS = [json.loads(x) for x in (ROOT / "roles/smoke/files/prompts.jsonl").read_text().splitlines()]
+RECORDED = json.loads((DATA / "answers.json").read_text())
+SETTINGS = {
+    "host": "ct200", "requests": 16, "alone": 4, "tokens": 24, "concurrency": 8, "min_accepted": 1, "near_tie_gaps": {},
+    "request_timeout": 10, "hook_timeout": 0.5, "journal_lines": 5, "start_timeout": 5,
+}  # fmt: skip
+RELEASE = "0123456789abcdef"
+
+# The engine side of the Hooks table, as the patched engine of mode ddtree and ddtree-shadow writes it.
+STAMP = "[2026-11-29 19:20:46] "
+TREE = [
+    STAMP + "Initialized DDTREE draft runner. attention_backend=triton, model=DFlashDraftModel, block_size=16, budget=15",
+    STAMP + "DDTREE verify completed. num_accepted_drafts_per_req=[2, 0, 1]",
+    STAMP + "DDTREE metrics steps=1 mean_accepted=1.00 tree_nodes=15.0 tokens_per_step=2.00",
+]
+SHADOW = [
+    TREE[0],
+    STAMP + "DDTREE shadow-linear mode is enabled: trees are measured, the chain is verified",
+    STAMP + "DFLASH verify completed. num_accepted_drafts_per_req=[2, 0, 1]",
+    TREE[2],
+]
+
+
+def log(mode: str) -> list[str]:
+    """The journal of an engine in a mode: recorded for baseline and dflash, the table's lines for the others."""
+    if mode in ("baseline", "dflash"):
+        return (DATA / f"{mode}.log").read_text().splitlines()
+    around = [line for line in log("baseline") if "server_args=" not in line]
+    flags = STAMP + "server_args=ServerArgs(speculative_algorithm='DDTREE', speculative_ddtree_shadow_linear=False)"
+    return [flags, *around, *(TREE if mode == "ddtree" else SHADOW)]
+
+
+class FakeHost(sh.Host):
+    """A host with one unit per name; `states` and `lines` may be changed by a test."""
+
+    def __init__(self, root: Path, mode: str, url: str) -> None:
+        super().__init__(str(root / "state"), str(root / "config"), str(root / "releases"))
+        self.lines = log(mode)
+        self.states: dict[str, dict[str, str]] = {}
+        self.calls: list[tuple[str, str]] = []
+        self.fail: dict[tuple[str, str], str] = {}
+        self.releases_running = [RELEASE]
+        self.has_start = True
+        self.left: list[int] = []
+        self.instance: dict[str, Any] = {
+            "name": "gpu0", "mode": mode, "unit": "sglang@gpu0.service", "baseline_unit": "sglang@gpu0.baseline.service",
+            "url": url, "gpus": [], "budget": 15, "topk": 8, "model_path": str(root / "model"), "dtype": "float32",
+            "profile": "cpu", "api_key_file": None,
+        }  # fmt: skip
+        self.deploy([self.instance])
+
+    def deploy(self, instances: list[dict[str, Any]]) -> None:
+        sh.write_json(self.state / "deployments" / "current.json", {"release": RELEASE, "instances": instances})
+
+    def unit(self, unit: str) -> dict[str, str]:
+        usual = {"ActiveState": "active", "SubState": "running", "InvocationID": "aa11", "NRestarts": "0"}
+        usual |= {"Result": "success", "MainPID": "1", "ControlGroup": f"/system.slice/{unit}", "LoadState": "loaded"}
+        if unit.endswith(".baseline.service"):
+            usual |= {"ActiveState": "inactive", "SubState": "dead"}
+        return {**usual, **self.states.get(unit, {})}
+
+    def systemctl(self, verb: str, unit: str, timeout: float) -> str | None:
+        self.calls.append((verb, unit))
+        if said := self.fail.get((verb, unit)):
+            self.states[unit] = {"ActiveState": "failed", "SubState": "failed", "Result": "exit-code"}
+            return said
+        state = {"start": "active", "stop": "inactive"}[verb]
+        self.states[unit] = {"ActiveState": state, "SubState": "running" if state == "active" else "dead"}
+        return None
+
+    def journal(self, invocation: str) -> Iterator[str]:
+        assert invocation == self.unit(self.instance["unit"])["InvocationID"]
+        yield from self.lines
+
+    def journal_tail(self, unit: str, invocation: str, lines: int) -> list[str]:
+        return ["RuntimeError: CUDA out of memory", "Main process exited, code=exited, status=1/FAILURE"][-lines:]
+
+    def journal_has_start(self, invocation: str) -> bool:
+        return self.has_start
+
+    def processes(self, cgroup: str) -> list[int]:
+        return self.left
+
+    def running_releases(self, cgroup: str) -> list[str]:
+        return self.releases_running
+
+
+Answer = Callable[[str, dict[str, Any]], dict[str, Any]]
+
+
+def replay(mode: str) -> Answer:
+    """An engine that says again what the recorded one said."""
+    by_text = {p["text"]: p["id"] for p in PROMPTS}
+
+    def answer(_path: str, body: dict[str, Any]) -> dict[str, Any]:
+        ident, tokens = by_text[body["text"]], body["sampling_params"]["max_new_tokens"]
+        base = RECORDED["baseline"][ident]
+        meta: dict[str, Any] = {"finish_reason": {"type": "length", "length": tokens}, "completion_tokens": tokens}
+        if body.get("return_logprob"):
+            assert mode == "baseline", "DFLASH and DDTREE refuse return_logprob"
+            meta["output_top_logprobs"] = [[[*pair, None] for pair in pairs] for pairs in base["top"][:tokens]]
+        if mode != "baseline":
+            meta |= RECORDED["dflash"]["alone"][ident]["meta_info"]
+        return {"text": "", "output_ids": base["output_ids"][:tokens], "meta_info": meta}
+
+    return answer
+
+
+@contextmanager
+def engine(answer: Answer, key: str | None = None) -> Iterator[str]:
+    """An HTTP server with /health and /generate; yields its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def reply(self, status: int, value: Any) -> None:
+            raw = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+        def do_GET(self) -> None:  # noqa: N802
+            self.reply(200 if self.path == "/health" else 404, {})
+
+        def do_POST(self) -> None:  # noqa: N802
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if key and self.headers.get("Authorization") != f"Bearer {key}":
+                return self.reply(401, {"error": "Unauthorized"})
+            try:
+                return self.reply(200, answer(self.path, body))
+            except RuntimeError as error:
+                return self.reply(500, {"error": str(error)})
+
+        def log_message(self, *_args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
