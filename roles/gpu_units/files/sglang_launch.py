@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts SGLang as `python -m sglang.launch_server` does, with the API key taken from a file.
+
+The engine itself takes the key as a flag only, and logs all flags at start (`server_args=`). Here it reaches the engine in
+neither argv nor config file, and the engine's text of its own arguments shows it masked.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+KEY_FILE = "FLEET_API_KEY_FILE"
+MASK = "(hidden)"
+
+
+def guard(server_args: type, key: str) -> None:
+    """Give every new `server_args` the key, and hide keys in its text."""
+    prepare, text = server_args.__post_init__, server_args.__repr__  # type: ignore[attr-defined]
+
+    def post_init(self: Any) -> None:
+        self.api_key = key
+        prepare(self)
+
+    def masked(self: Any) -> str:
+        shown = copy.copy(self)
+        for field in ("api_key", "admin_api_key"):
+            if getattr(shown, field, None):
+                setattr(shown, field, MASK)
+        return text(shown)
+
+    server_args.__post_init__, server_args.__repr__ = post_init, masked  # type: ignore[attr-defined, method-assign]
+
+
+def main() -> None:
+    """Run the engine in this process; it ends as the engine ends."""
+    if path := os.environ.get(KEY_FILE):
+        key = Path(path).read_text(encoding="utf-8").strip()
+        if not key:
+            sys.exit(
+                f"sglang-fleet: {path} is empty; write the API key into it or take api_key_file out of the inventory"
+            )
+        from sglang.srt.server_args import ServerArgs
+
+        guard(ServerArgs, key)
+    runpy.run_module("sglang.launch_server", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: Apache-2.0
+"""Ansible module: the deployment of a host."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: gpu_deployment
+short_description: Swap, start and roll back the SGLang instances of a host as one
+description:
+  - A deployment is a release and the rendered files of all instances of a host.
+  - C(swap) stops what changes, proves that its processes are gone and its GPUs are free, replaces files and links, and
+    enables the units. What does not change keeps running.
+  - C(start) starts every unit that does not run; each start returns when a real token came back.
+  - C(rollback) goes back to the previous deployment and starts it.
+  - A run that was cut short is mended by the next one; a host has the old or the new deployment, never a mixture.
+options:
+  action:
+    description: What to do.
+    type: str
+    required: true
+    choices: [swap, start, rollback]
+  instances:
+    description: Instances of the host as in the inventory.
+    type: list
+    elements: dict
+    default: []
+  defaults:
+    description: Keys that hold for every instance that does not name them.
+    type: dict
+    default: {}
+  profile:
+    description: "The device's profile: {name, args, env}."
+    type: dict
+    default: {}
+  modes:
+    description: "Modes as data: {name: {needs, args}}."
+    type: dict
+    default: {}
+  gpus:
+    description: "GPUs of the host in PCI order: {index, uuid}."
+    type: list
+    elements: dict
+    default: []
+  release:
+    description: Id of the release that the instances run from.
+    type: str
+  common:
+    description: Files that all instances share, as path below / and text.
+    type: dict
+    default: {}
+  api_keys:
+    description: API key by instance. Appears in no output.
+    type: dict
+    default: {}
+  discard:
+    description: C(rollback) only if this deployment is live, and put it aside as failed. Empty when none was swapped in.
+    type: str
+  expected:
+    description: Units that C(start) will find after a swap that check mode only predicted.
+    type: list
+    elements: str
+  user:
+    description: The system user that runs the engines.
+    type: str
+    default: sglang
+  start_timeout:
+    description: Seconds that one engine has until its first token.
+    type: int
+    default: 900
+  stop_timeout:
+    description: Seconds that one engine has to finish its requests.
+    type: int
+    default: 90
+  free_timeout:
+    description: Seconds that processes and GPU memory have to be gone after a stop.
+    type: int
+    default: 30
+  lock_timeout:
+    description: Seconds to wait for another change of this host.
+    type: int
+    default: 30
+  idle_memory:
+    description: MiB of GPU memory that count as free.
+    type: int
+    default: 1024
+  journal_lines:
+    description: Lines of the journal that a failed start shows.
+    type: int
+    default: 40
+attributes:
+  check_mode:
+    support: full
+  diff_mode:
+    support: full
+author:
+  - The sglang-fleet authors
+"""
+
+EXAMPLES = r"""
+- name: Swap the deployment
+  gpu_deployment:
+    action: swap
+    instances: "{{ gpu_units_instances }}"
+    defaults: "{{ gpu_units_defaults }}"
+    profile: "{{ kernel_backends_profile }}"
+    modes: "{{ gpu_units_modes }}"
+    gpus: "{{ gpu_host_result.gpus }}"
+    release: "{{ sglang_venv_release.id }}"
+    common: {"etc/systemd/system/sglang@.service": "{{ lookup('ansible.builtin.template', 'sglang@.service.j2') }}"}
+
+- name: Start it
+  gpu_deployment:
+    action: start
+
+- name: Go back
+  gpu_deployment:
+    action: rollback
+"""
+
+RETURN = r"""
+deployment:
+  description: The live deployment, without the text of its files. Null when nothing is deployed.
+  returned: swap, start and rollback
+  type: dict
+  sample: {"id": "8c1d0f2ab34e", "release": "4f0e9c", "instances": [{"name": "gpu0", "unit": "sglang@gpu0.service"}]}
+what:
+  description: Paths and units that differed.
+  returned: swap
+  type: list
+  elements: str
+stopped:
+  description: Units that were stopped.
+  returned: swap and rollback
+  type: list
+  elements: str
+started:
+  description: Units that were started.
+  returned: start and rollback
+  type: list
+  elements: str
+rolled_back:
+  description: Whether the live deployment was replaced by the previous one.
+  returned: rollback
+  type: bool
+cgroups:
+  description: Proof that the control groups of stopped units are empty.
+  returned: swap and rollback, when something changed
+  type: str
+gpus:
+  description: Proof that the GPUs were free, or why none was asked for.
+  returned: swap and rollback, when something changed
+  type: str
+notes:
+  description: What a person should know although it is no failure.
+  returned: always
+  type: list
+  elements: str
+"""
+
+import grp
+import os
+import platform
+import pwd
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.gpu_units_deploy import Host, load, locked, rollback, start, swap
+from ansible.module_utils.gpu_units_host import Gpus, HostError, Systemd
+from ansible.module_utils.gpu_units_render import InvalidError, exposed, render
+
+
+def host_of(params: dict[str, Any]) -> Host:
+    """The host as it is; without the engine's user things can only be predicted."""
+    try:
+        user = pwd.getpwnam(params["user"])
+        uid, gid = user.pw_uid, user.pw_gid
+        groups = [entry.gr_gid for entry in grp.getgrall() if params["user"] in entry.gr_mem]
+    except KeyError:
+        uid, gid, groups = None, None, []
+
+    def can_read(path: str) -> bool:
+        if uid is None:
+            return Path(path).is_file()
+        done = subprocess.run(["/usr/bin/test", "-r", path], user=uid, group=gid, extra_groups=groups, check=False)
+        return done.returncode == 0
+
+    return Host(
+        systemd=Systemd(),
+        gpu_holders=Gpus(params["idle_memory"]).holders,
+        can_read=can_read,
+        uid=uid,
+        gid=gid,
+        start_timeout_s=params["start_timeout"],
+        stop_timeout_s=params["stop_timeout"],
+        free_timeout_s=params["free_timeout"],
+        lock_timeout_s=params["lock_timeout"],
+        journal_lines=params["journal_lines"],
+    )
+
+
+def public(deployment: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A deployment without the text of its files."""
+    return deployment and {key: deployment[key] for key in ("id", "release", "profile", "instances")}
+
+
+def act(params: dict[str, Any], host: Host, check: bool) -> dict[str, Any]:
+    """Do one action; returns what the module returns."""
+    inventory = {key: params[key] for key in ("instances", "defaults", "profile", "modes", "gpus")}
+    if params["action"] == "swap":
+        wanted = render(
+            **inventory, release=params["release"], common=params["common"], start_timeout=params["start_timeout"]
+        )
+        host.notes += exposed(wanted)
+        return {**swap(host, wanted, params["api_keys"], check), "deployment": public(wanted)}
+    if params["action"] == "start":
+        return {**start(host, check, params["expected"]), "deployment": public(load(host, "current"))}
+    result = rollback(host, params["discard"], check)
+    return {**result, "deployment": public(result["deployment"])}
+
+
+def main() -> None:
+    """Entry point."""
+    module = AnsibleModule(
+        argument_spec={
+            "action": {"type": "str", "required": True, "choices": ["swap", "start", "rollback"]},
+            "instances": {"type": "list", "elements": "dict", "default": []},
+            "defaults": {"type": "dict", "default": {}},
+            "profile": {"type": "dict", "default": {}},
+            "modes": {"type": "dict", "default": {}},
+            "gpus": {"type": "list", "elements": "dict", "default": []},
+            "release": {"type": "str"},
+            "common": {"type": "dict", "default": {}},
+            "api_keys": {"type": "dict", "default": {}, "no_log": True},
+            "discard": {"type": "str"},
+            "expected": {"type": "list", "elements": "str"},
+            "user": {"type": "str", "default": "sglang"},
+            "start_timeout": {"type": "int", "default": 900},
+            "stop_timeout": {"type": "int", "default": 90},
+            "free_timeout": {"type": "int", "default": 30},
+            "lock_timeout": {"type": "int", "default": 30},
+            "idle_memory": {"type": "int", "default": 1024},
+            "journal_lines": {"type": "int", "default": 40},
+        },
+        required_if=[("action", "swap", ["release", "profile", "modes"])],
+        supports_check_mode=True,
+    )
+    os.umask(0o022)
+    try:
+        host = host_of(module.params)
+        if module.check_mode:
+            result = act(module.params, host, check=True)
+        else:
+            with locked(host):
+                result = act(module.params, host, check=False)
+    except InvalidError as error:
+        module.fail_json(msg=f"{platform.node()}: the instances can't be served.\n- " + "\n- ".join(error.problems))
+    except (HostError, OSError, subprocess.SubprocessError) as error:
+        module.fail_json(msg=f"{platform.node()}: {error}")
+    module.exit_json(**result)
+
+
+if __name__ == "__main__":
+    main()
