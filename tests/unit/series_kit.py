@@ -107,7 +107,9 @@ def tree_hash(root: Path) -> dict[str, str]:
     }
 
 
-def apply_in_child(root: Path, engine: str, site: Path, before: str, stamp: Path | None = None) -> subprocess.CompletedProcess[str]:
+def apply_in_child(
+    root: Path, engine: str, site: Path, before: str, stamp: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Applies in a process of its own, after the statements `before`: what a kill or a limit does to a real run."""
     code = f"""
     import os, resource, signal, sys

@@ -66,7 +66,7 @@ def test_refresh_keeps_what_people_write(kit: Kit) -> None:
 def test_refresh_refuses_a_patched_or_other_site_and_writes_nothing(kit: Kit) -> None:
     before = (kit.folder / "manifest.yml").read_bytes()
     core.apply(kit.load(), kit.site)
-    with pytest.raises(core.SeriesError, match="is .* unpatched"):
+    with pytest.raises(core.SeriesError, match=r"is .* unpatched"):
         series.refresh(ENGINE, kit.site, kit.root)
     meta = kit.site / "demo-1.0.dist-info/METADATA"
     meta.write_text(meta.read_text().replace("1.0", "1.1"))

@@ -155,7 +155,7 @@ def context_of(text: str) -> list[list[str]]:
 
 def test_cut_takes_as_little_context_as_is_unique() -> None:
     lines = [f"line {i}\n" for i in range(40)]
-    unique = cut("f", "".join(lines), "".join(lines[:20] + ["new\n"] + lines[20:]))
+    unique = cut("f", "".join(lines), "".join([*lines[:20], "new\n", *lines[20:]]))
     assert "@@ -20,2 +20,3 @@" in unique
     block = ["def x():\n", "    pass\n", "\n"] * 10
     block[0] = "first\n"
