@@ -15,20 +15,22 @@ from urllib.parse import urlsplit
 
 from fleet.lab.shell import LabError, MisuseError, locked, run
 
-PACKAGES = (
-    # an operating system that boots, answers SSH and can be managed
-    "systemd systemd-sysv dbus libpam-systemd openssh-server python3 python3-venv python3-apt sudo iproute2 iputils-ping "
-    "ca-certificates procps util-linux curl less acl rsync apt "
-    # what a GPU host has too: a C compiler for Triton and the cpu profile's stub, NUMA
-    "gcc libc6-dev libnuma1 numactl"
-).split()
+# An operating system that boots, answers SSH and can be managed; and what a GPU host has too: a C compiler for Triton and
+# the cpu profile's stub, NUMA.
+_PACKAGES = """
+systemd systemd-sysv dbus libpam-systemd openssh-server python3 python3-venv python3-apt sudo iproute2 iputils-ping
+ca-certificates procps util-linux curl less acl rsync apt
+gcc libc6-dev libnuma1 numactl
+"""
+PACKAGES = tuple(_PACKAGES.split())
 
 # Units that need hardware, a terminal, the clock or an own network setup.
-MASKED = (
-    "systemd-timesyncd.service systemd-udevd.service systemd-networkd.service systemd-networkd-wait-online.service "
-    "systemd-networkd.socket systemd-resolved.service systemd-modules-load.service getty.target console-getty.service "
-    "apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer fstrim.timer e2scrub_all.timer motd-news.timer"
-).split()
+_MASKED = """
+systemd-timesyncd.service systemd-udevd.service systemd-networkd.service systemd-networkd-wait-online.service
+systemd-networkd.socket systemd-resolved.service systemd-modules-load.service getty.target console-getty.service
+apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer fstrim.timer e2scrub_all.timer motd-news.timer
+"""
+MASKED = tuple(_MASKED.split())
 
 # nspawn mounts version 1 controllers read-only; without this, MemoryMax= and CPUQuota= are silently ignored.
 INIT = """#!/bin/sh
@@ -162,7 +164,9 @@ def folder(cache: Path, suite: Suite, archives: list[str]) -> Path:
     return cache / f"base-{suite.name}-{hashlib.sha256(recipe(suite, archives).encode()).hexdigest()[:12]}"
 
 
-def ensure(cache: Path, suite: Suite, archives: list[str], build: Callable[[Path], None], say: Callable[[str], None]) -> Path:
+def ensure(
+    cache: Path, suite: Suite, archives: list[str], build: Callable[[Path], None], say: Callable[[str], None]
+) -> Path:
     """The base of a suite; built by `build(FOLDER)` if it is not there.
 
     It is built in a hidden folder and renamed when it is whole. A hidden folder found under the lock is what an
@@ -188,17 +192,31 @@ def ensure(cache: Path, suite: Suite, archives: list[str], build: Callable[[Path
     return done
 
 
-def bootstrap(suite: Suite, archives: list[str], apt_options: list[str], work: Path) -> None:
+def bootstrap(
+    suite: Suite, archives: list[str], apt_options: list[str], work: Path, say: Callable[[str], None]
+) -> None:
     """Fill a folder by mmdebstrap and make it a base: no identity, nothing that waits for hardware.
 
     Runs in own mount and process namespaces that die with this process, so a kill leaves neither mounts nor processes.
     """
     if not suite.keyring.exists():
         raise MisuseError(f"suite {suite.name}: {suite.keyring} is missing; install {suite.keyring_package}")
-    command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    command = [
+        "setpriv",
+        "--pdeathsig",
+        "KILL",
+        "unshare",
+        "--mount",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+    ]
     command += ["mmdebstrap", "--quiet", "--mode=root", "--variant=minbase", f"--keyring={suite.keyring}"]
     command += [f"--aptopt={o}" for o in apt_options] + [f"--include={','.join(PACKAGES)}", suite.name, str(work)]
-    run([*command, *(f"deb {a}" for a in archives)])
+    run(
+        [*command, *(f"deb {a}" for a in archives)], beat=lambda s: say(f"building the base of {suite.name}: {s:.0f} s")
+    )
     for key in (work / "etc/ssh").glob("ssh_host_*"):
         key.unlink()
     (work / "etc/hostname").unlink(missing_ok=True)  # it would beat the name given per host

@@ -157,7 +157,9 @@ def kill_all(layout: Layout, lab: str, host: str, seconds: float = 10) -> None:
         return not pids
 
     if not until(done, seconds):
-        raise LabError(f"{host}: processes {processes(layout, lab, host)} do not die; look at them with ps, then run down again")
+        raise LabError(
+            f"{host}: processes {processes(layout, lab, host)} do not die; look at them with ps, then run down again"
+        )
 
 
 def memory_used(layout: Layout, lab: str, host: str) -> int | None:

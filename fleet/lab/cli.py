@@ -32,7 +32,9 @@ def parser() -> argparse.ArgumentParser:
 
     up = verbs.add_parser("up", parents=[common], help="make and boot hosts; those that run are left alone")
     up.add_argument("hosts", nargs="*", metavar="N|NAME", help="how many hosts, or which ones (default: 1)")
-    up.add_argument("--suite", choices=sorted(SUITES), help="system of new hosts (default: the machine's own, else bookworm)")
+    up.add_argument(
+        "--suite", choices=sorted(SUITES), help="system of new hosts (default: the machine's own, else bookworm)"
+    )
     up.add_argument("--memory", metavar="SIZE", help="memory limit of a new host, e.g. 6G")
     up.add_argument("--disk", metavar="SIZE", help="size of a new host's disk, held in memory, e.g. 512M")
     up.add_argument("--bind", action="append", default=[], metavar="SRC:DST[:ro]", help="show a folder to a new host")
@@ -53,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         ("start", "boot a stopped or crashed host; its disk is as it was"),
         ("stop", "power a host off cleanly"),
         ("partition", "pull a host's network cable"),
-        ("heal", "plug it in again"),
+        ("heal", "plug it in again and wait for SSH"),
         ("cut", "close a host's way out of the lab; SSH from this machine still works"),
         ("uncut", "open it again"),
     ):
@@ -78,13 +80,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = lab_names(args.lab)
         lab = Lab(settings(os.environ, Path(__file__).resolve().parents[2]), names, say)
         if args.verb not in _ANYBODY and os.geteuid() != 0:
-            raise MisuseError(f"bin/lab {args.verb} needs root for namespaces and mounts; run it with: sudo -E bin/lab ...")
+            raise MisuseError(
+                f"bin/lab {args.verb} needs root for namespaces and mounts; run it with: sudo -E bin/lab ..."
+            )
         return _dispatch(lab, args)
     except MisuseError as e:
         say(f"error: {e}")
         return 2
     except LabError as e:
         say(f"error: {e}")
+        return 1
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         say(f"interrupted; repeat the call, or take everything away with: bin/lab down --lab {args.lab}")
@@ -144,7 +151,9 @@ def _list(lab: Lab, args: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=1))
         return 0
     for row in rows:
-        used = f"{row['memory_bytes'] >> 20} MB" if row["memory_bytes"] is not None and row["state"] == "running" else "-"
+        used = (
+            f"{row['memory_bytes'] >> 20} MB" if row["memory_bytes"] is not None and row["state"] == "running" else "-"
+        )
         marks = " ".join(m for m in ("partitioned", "cut") if row[m] and (m == "cut" or row["state"] == "running"))
         print(f"{row['name']:<20} {row['address']:<15} {row['state']:<8} {row['suite']:<9} {used:>8} {marks}".rstrip())
     return 0

@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Record:
     disk: int | None = None
     binds: list[str] = field(default_factory=list)
     cut: bool = False
-    ready: bool = False
+    partitioned: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ class Host:
 
     def running(self) -> bool:
         lab = self.names.lab
-        return cgroups.leader(self.layout, lab, self.name) is not None and cgroups.supervised(self.layout, lab, self.name)
+        return cgroups.leader(self.layout, lab, self.name) is not None and cgroups.supervised(
+            self.layout, lab, self.name
+        )
 
     def info(self) -> dict[str, Any]:
         """State of the host as `list --json` shows it."""
@@ -91,7 +93,7 @@ class Host:
             "name": self.name,
             "address": self.address,
             "state": "running" if self.running() else "stopped",
-            "partitioned": not network.up(self.names.veth(self.index)),
+            "partitioned": bool(record and record.partitioned),
             "cut": bool(record and record.cut),
             "suite": record.suite if record else None,
             "init_pid": cgroups.leader(self.layout, lab, self.name),
@@ -130,7 +132,7 @@ def put(root: Path, path: str | Path, text: str | bytes, mode: int = 0o644) -> N
             (root / folder).mkdir(mode=0o755)
     where.unlink(missing_ok=True)
     fd = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with open(fd, "wb") as f:
+    with os.fdopen(fd, "wb") as f:
         os.fchmod(f.fileno(), mode)
         f.write(text.encode() if isinstance(text, str) else text)
 
@@ -167,8 +169,13 @@ def unmount(host: Host) -> None:
 
 
 def seed(host: Host, machine: Machine, public_key: str) -> None:
-    """Identity, access and the machine's setup, written into a mounted, stopped host. Repeatable."""
-    root = host.root
+    """Identity, access and the machine's setup, written once into a mounted, stopped host.
+
+    The mark of it lies beside the writable layer, so it is lost with a disk that a reboot of the machine takes along.
+    """
+    root, mark = host.root, host.folder / "disk/seeded"
+    if mark.exists():
+        return
     put(root, "/etc/hostname", f"{host.name}\n")
     put(root, "/etc/hosts", f"127.0.0.1 localhost\n::1 localhost\n{host.address} {host.name}\n")
     put(root, "/etc/resolv.conf", "".join(f"nameserver {s}\n" for s in machine.nameservers))
@@ -186,6 +193,7 @@ def seed(host: Host, machine: Machine, public_key: str) -> None:
     put(root, "/etc/default/locale", "")
     put(root, "/etc/environment", "".join(f'{k}="{v}"\n' for k, v in environment.items()), 0o600)
     put(root, "/etc/systemd/system.conf.d/10-machine.conf", manager_conf(environment), 0o600)
+    mark.touch()
 
 
 def manager_conf(environment: Mapping[str, str]) -> str:
@@ -237,7 +245,9 @@ def launch(host: Host, record: Record) -> None:
         *("--kill-signal=SIGRTMIN+3", *record.binds, "/usr/sbin/lab-init"),
     ]
     # The shell enters every group before it becomes nspawn; the outer one leaves at once, so that init adopts the host.
-    enter = 'n=$1; shift; while [ $n -gt 0 ]; do echo 0 > "$1/cgroup.procs" || exit 1; shift; n=$((n-1)); done; exec "$@"'
+    enter = (
+        'n=$1; shift; while [ $n -gt 0 ]; do echo 0 > "$1/cgroup.procs" || exit 1; shift; n=$((n-1)); done; exec "$@"'
+    )
     outer = 'setsid sh -c "$0" sh "$@" &'
     with host.console.open("a") as log:
         subprocess.run(
@@ -252,13 +262,12 @@ def launch(host: Host, record: Record) -> None:
 
 
 def boot(host: Host, record: Record, machine: Machine, public_key: str) -> None:
-    """From any state to booting: ends leftovers, then disk, identity, network, launch."""
+    """From any state to booting, once the network is there: ends leftovers, then disk, identity, launch."""
     cgroups.kill_all(host.layout, host.names.lab, host.name)
+    # On v2 the last boot gave controllers to the groups below, and such a group takes no process: begin with a new one.
+    cgroups.remove(host.layout, host.names.lab, host.name)
     mount(host, record)
-    if not record.ready:
-        seed(host, machine, public_key)
-        host.save(replace(record, ready=True))
-    network.host_up(host.names, host.subnet, host.index)
+    seed(host, machine, public_key)
     launch(host, record)
 
 

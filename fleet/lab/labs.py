@@ -111,7 +111,7 @@ class Lab:
 
     def _machine(self) -> machine.Machine:
         dump = run(["apt-config", "dump"]).stdout if shutil.which("apt-config") else ""
-        return machine.look(os.environ, Path.home(), dump)
+        return machine.look(os.environ, self.settings.home, dump)
 
     def host(self, index: int, subnet: ipaddress.IPv4Network | None = None) -> Host:
         """A host by index. LabError if the lab is not up."""
@@ -125,7 +125,9 @@ class Lab:
         host = self.host(index)
         if host.record() is None:
             have = ", ".join(h.name for h in self.hosts()) or "none"
-            raise LabError(f"lab {self.names.lab} has no host {host.name} (it has: {have}); make it with: bin/lab up h{index}")
+            raise LabError(
+                f"lab {self.names.lab} has no host {host.name} (it has: {have}); make it with: bin/lab up h{index}"
+            )
         return host
 
     def hosts(self) -> list[Host]:
@@ -164,20 +166,30 @@ class Lab:
         for line in about.warnings:
             self.say(f"warning: {line}")
         new = [h for h in idle if h.record() is None]
-        for host, record in zip(new, self._records(new, wish, about), strict=True):
-            host.save(record)
+        for host, made in zip(new, self._records(new, wish, about), strict=True):
+            host.save(made)
         with self.machine_lock():
             self._rules(subnet, about)
             for host in idle:
-                network.host_up(host.names, host.subnet, host.index)
+                network.host_up(host.names, host.subnet, host.index, not self._record(host).partitioned)
         public = (self.folder / "id_ed25519.pub").read_text()
         self.settings.uv_cache.mkdir(parents=True, exist_ok=True)
         for host in idle:
-            record = host.record()
-            assert record  # noqa: S101  saved above
-            hosts.boot(host, record, about, public)
+            hosts.boot(host, self._record(host), about, public)
         self._write_access()
-        self._await(idle)
+        apart = [h for h in idle if self._record(h).partitioned]
+        for host in apart:
+            self.say(
+                f"{host.name} is partitioned, so nobody waits for its SSH; end that with: bin/lab heal {host.name}"
+            )
+        self._await([h for h in idle if h not in apart])
+
+    @staticmethod
+    def _record(host: Host) -> Record:
+        record = host.record()
+        if record is None:
+            raise LabError(f"{host.name}: {host.folder / 'host.json'} went away; is another clone at work on this lab?")
+        return record
 
     def _records(self, new: list[Host], wish: Wish, about: machine.Machine) -> list[Record]:
         """Records for new hosts; makes the base they stand on."""
@@ -189,7 +201,7 @@ class Lab:
         archives = base.mirrors(suite, base.machine_sources(), os.environ.get("FLEET_LAB_MIRROR"))
 
         def build(work: Path) -> None:
-            base.bootstrap(suite, archives, list(about.apt_options), work)
+            base.bootstrap(suite, archives, list(about.apt_options), work, self.say)
 
         root = base.ensure(self.settings.cache, suite, archives, build, self.say)
         binds = hosts.bind_words(self.settings, about, list(wish.binds))
@@ -205,7 +217,9 @@ class Lab:
 
         def ready(host: Host) -> None:
             hosts.wait_ssh(host)
-            done = run([*self.ssh_words(host), "systemctl is-system-running --wait"], check=False, timeout=hosts.BOOT_SECONDS)
+            done = run(
+                [*self.ssh_words(host), "systemctl is-system-running --wait"], check=False, timeout=hosts.BOOT_SECONDS
+            )
             state = done.stdout.strip()
             if state == "degraded":
                 failed = run([*self.ssh_words(host), "systemctl list-units --failed --plain --no-legend"], check=False)
@@ -249,6 +263,7 @@ class Lab:
                 shutil.rmtree(inventory.parent)
             if self.folder.exists():
                 shutil.rmtree(self.folder)
+            self.settings.lock(self.names.lab).unlink()
 
     def _remove(self, host: Host) -> list[str]:
         with self.machine_lock():
@@ -281,22 +296,24 @@ class Lab:
             hosts.crash(host)
 
     def partition(self, index: int, apart: bool) -> None:
-        """Pull the host's cable or plug it in again."""
+        """Pull the host's cable, or plug it in again and wait for a running host's SSH."""
         host = self.existing(index)
         with self.lock():
             if not (Path("/sys/class/net") / self.names.veth(index)).exists():
-                raise LabError(f"{host.name} has no network; start it with: bin/lab start {host.name} --lab {self.names.lab}")
+                raise LabError(
+                    f"{host.name} has no network; start it with: bin/lab start {host.name} --lab {self.names.lab}"
+                )
+            host.save(replace(self._record(host), partitioned=apart))
             run(["ip", "link", "set", self.names.veth(index), "down" if apart else "up"])
+            if not apart and host.running():
+                hosts.wait_ssh(host)
 
     def cut(self, index: int, cut: bool) -> None:
         """Close or open a host's way out of the lab."""
         host = self.existing(index)
         with self.lock():
-            record = host.record()
-            assert record  # noqa: S101  existing() has seen it
-            host.save(replace(record, cut=cut))
-            with self.machine_lock():
-                self._rules(host.subnet, self._machine())
+            host.save(replace(self._record(host), cut=cut))
+            network.cut(self.names, host.address, cut)
 
     # access
 

@@ -17,18 +17,19 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 # Variables that say whom to trust and where packages are. What names places of the machine (caches, targets) is left out.
-VARIABLES = (
-    "*_proxy *_PROXY SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE NODE_EXTRA_CA_CERTS GIT_SSL_CAINFO "
-    "PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_NO_INDEX PIP_CERT PIP_CLIENT_CERT PIP_TRUSTED_HOST "
-    "PIP_CONSTRAINT PIP_DEFAULT_TIMEOUT PIP_TIMEOUT PIP_RETRIES PIP_DISABLE_PIP_VERSION_CHECK PIP_CONFIG_FILE "
-    "UV_INDEX UV_INDEX_* UV_DEFAULT_INDEX UV_EXTRA_INDEX_URL UV_FIND_LINKS UV_INSECURE_HOST UV_NATIVE_TLS "
-    "UV_SYSTEM_CERTS UV_HTTP_TIMEOUT UV_HTTP_RETRIES UV_CONFIG_FILE UV_PYTHON_INSTALL_MIRROR HF_ENDPOINT"
-).split()
+_VARIABLES = """
+*_proxy *_PROXY SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE NODE_EXTRA_CA_CERTS GIT_SSL_CAINFO
+PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_NO_INDEX PIP_CERT PIP_CLIENT_CERT PIP_TRUSTED_HOST
+PIP_CONSTRAINT PIP_DEFAULT_TIMEOUT PIP_TIMEOUT PIP_RETRIES PIP_DISABLE_PIP_VERSION_CHECK PIP_CONFIG_FILE
+UV_INDEX UV_INDEX_* UV_DEFAULT_INDEX UV_EXTRA_INDEX_URL UV_FIND_LINKS UV_INSECURE_HOST UV_NATIVE_TLS
+UV_SYSTEM_CERTS UV_HTTP_TIMEOUT UV_HTTP_RETRIES UV_CONFIG_FILE UV_PYTHON_INSTALL_MIRROR HF_ENDPOINT
+"""
+VARIABLES = tuple(_VARIABLES.split())
 BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 LOCAL_CERTS = Path("/usr/local/share/ca-certificates")
 _PACKAGE_KEYS = {"find-links", "index-url", "extra-index-url", "index", "default-index", "url"}
 _APT = re.compile(
-    r'^(Acquire::(?:(?:https?|ftp)(?:::[\w.-]+)?::(?:Proxy|CaInfo|CaPath|Verify-Peer|Verify-Host|Timeout)(?:::[\w.-]+)?'
+    r"^(Acquire::(?:(?:https?|ftp)(?:::[\w.-]+)?::(?:Proxy|CaInfo|CaPath|Verify-Peer|Verify-Host|Timeout)(?:::[\w.-]+)?"
     r'|Check-Valid-Until|Check-Date|Retries|ForceIPv4) "[^"]+";)$',
     re.MULTILINE,
 )
@@ -52,7 +53,9 @@ def pick_environment(env: Mapping[str, str], etc_environment: str = "") -> dict[
     found = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=\"?([^\"\n]*)\"?\s*$", etc_environment, re.MULTILINE))
     found.update(env)
     return {
-        k: v for k, v in sorted(found.items()) if v and "\n" not in v and any(fnmatch.fnmatchcase(k, p) for p in VARIABLES)
+        k: v
+        for k, v in sorted(found.items())
+        if v and "\n" not in v and any(fnmatch.fnmatchcase(k, p) for p in VARIABLES)
     }
 
 

@@ -37,7 +37,9 @@ def taken_by_machine() -> list[ipaddress.IPv4Network]:
         if route["dst"] != "default":
             nets.append(ipaddress.IPv4Network(route["dst"], strict=False))
     for link in _ip("addr", "show"):
-        nets += [ipaddress.IPv4Network(f"{a['local']}/{a['prefixlen']}", strict=False) for a in link.get("addr_info", [])]
+        nets += [
+            ipaddress.IPv4Network(f"{a['local']}/{a['prefixlen']}", strict=False) for a in link.get("addr_info", [])
+        ]
     return [n for n in nets if n.prefixlen]
 
 
@@ -54,29 +56,21 @@ def uplink_mtu() -> int:
     return 1500
 
 
-def up(link: str) -> bool:
-    """Whether an interface is there and set up (not whether it has a carrier)."""
-    try:
-        return bool(int((_NET / link / "flags").read_text(), 16) & 1)
-    except FileNotFoundError:
-        return False
-
-
 def ruleset(
     names: Names,
     subnet: ipaddress.IPv4Network,
     nameservers: Iterable[str],
     ports: Iterable[int],
-    cut: Iterable[str],
+    closed: Iterable[str],
 ) -> str:
     """nft text that replaces the lab's table in one step.
 
     Only name look-ups and the ports that registries and proxies use leave the bridge, so that nothing a test does can
-    reach the outside; labs don't reach one another. Hosts in `cut` reach other hosts of the lab only, and answer the
+    reach the outside; labs don't reach one another. Hosts in `closed` reach other hosts of the lab only, and answer the
     machine.
     """
     bridge, table = names.bridge, names.table
-    servers, banned = ", ".join(nameservers), ", ".join(cut)
+    servers, banned = ", ".join(nameservers), ", ".join(closed)
     allowed = ", ".join(str(p) for p in sorted({53, 80, 443, *ports}))
     dns = f'iifname "{bridge}" ip daddr {{ {servers} }} udp dport 53 accept' if servers else ""
     elements = f"elements = {{ {banned} }}" if banned else ""
@@ -107,6 +101,14 @@ table ip {table} {{
   }}
 }}
 """
+
+
+def cut(names: Names, address: str, closed: bool) -> None:
+    """Put an address into the lab's cut set, or take it out; both are repeatable. Open connections end too."""
+    load_rules(
+        f"add element ip {names.table} cut {{ {address} }}\n"
+        + ("" if closed else f"delete element ip {names.table} cut {{ {address} }}\n")
+    )
 
 
 def load_rules(text: str) -> None:
@@ -182,19 +184,18 @@ def lab_down(names: Names, runtime: Path) -> None:
         before.unlink()
 
 
-def host_up(names: Names, subnet: ipaddress.IPv4Network, index: int) -> None:
-    """Namespace and cable of a host. Address and route are set from outside, so no network manager runs inside."""
+def host_up(names: Names, subnet: ipaddress.IPv4Network, index: int, plugged: bool) -> None:
+    """Namespace and cable of a host, repeatable. Address and route are set from outside, so no network manager runs in it."""
     ns, veth, mtu = names.netns(index), names.veth(index), (_NET / names.bridge / "mtu").read_text().strip()
-    if (_NET / veth).exists() and (Path("/run/netns") / ns).exists():
-        return
-    host_down(names, index)
-    run(["ip", "netns", "add", ns])
-    run(["ip", "link", "add", veth, "mtu", mtu, "type", "veth", "peer", "name", "eth0", "mtu", mtu, "netns", ns])
-    run(["ip", "link", "set", veth, "master", names.bridge, "up"])
+    if not ((_NET / veth).exists() and (Path("/run/netns") / ns).exists()):
+        host_down(names, index)
+        run(["ip", "netns", "add", ns])
+        run(["ip", "link", "add", veth, "mtu", mtu, "type", "veth", "peer", "name", "eth0", "mtu", mtu, "netns", ns])
+    run(["ip", "link", "set", veth, "master", names.bridge, "up" if plugged else "down"])
     run(
         ["ip", "-n", ns, "-batch", "-"],
-        stdin=f"link set lo up\naddr add {address(subnet, index)}/24 dev eth0\nlink set eth0 up\n"
-        f"route add default via {subnet[1]}\n",
+        stdin=f"link set lo up\naddr replace {address(subnet, index)}/24 dev eth0\nlink set eth0 up\n"
+        f"route replace default via {subnet[1]}\n",
     )
 
 

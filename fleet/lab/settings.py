@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import os
+import pwd
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ _LAB = re.compile(r"[a-z](?:[a-z0-9-]{0,28}[a-z0-9])?")
 
 @dataclass(frozen=True)
 class Settings:
-    """Folders of this machine and of this clone. `owner` (uid, gid) is who called, also through sudo."""
+    """Folders of this machine and of this clone. `owner` (uid, gid) and `home` are the caller's, also through sudo."""
 
     repo: Path
     state: Path
@@ -29,6 +30,7 @@ class Settings:
     runtime: Path
     uv_cache: Path
     owner: tuple[int, int]
+    home: Path
 
     def lab(self, lab: str) -> Path:
         return self.state / "labs" / lab
@@ -41,17 +43,42 @@ class Settings:
 
 
 def settings(env: Mapping[str, str], repo: Path) -> Settings:
-    """Folders from the environment. The runtime folder is one for the whole machine: labs share its network."""
+    """Folders from the environment. The runtime folder is one for the whole machine: labs share its network.
+
+    Under sudo the caches are root's own: what root writes into a user's cache, that user can't change any more.
+    MisuseError for a folder whose name an overlay mount or ssh would read as something else.
+    """
     home = Path(env.get("HOME") or "~").expanduser()
-    cache = Path(env.get("XDG_CACHE_HOME") or home / ".cache") / "sglang-fleet"
-    return Settings(
+    owner = (int(env.get("SUDO_UID") or os.getuid()), int(env.get("SUDO_GID") or os.getgid()))
+    caches, uv_cache = env.get("XDG_CACHE_HOME"), env.get("UV_CACHE_DIR")
+    if os.geteuid() == 0 and owner[0] != 0:
+        root = Path(pwd.getpwuid(0).pw_dir)
+        home_of_caller = Path(pwd.getpwuid(owner[0]).pw_dir)
+        caches = caches if caches and _owner(Path(caches)) == 0 else str(root / ".cache")
+        uv_cache = uv_cache if uv_cache and _owner(Path(uv_cache)) == 0 else None
+    else:
+        home_of_caller = home
+    cache = Path(caches or home / ".cache") / "sglang-fleet"
+    found = Settings(
         repo=repo,
         state=Path(env.get("XDG_STATE_HOME") or "/var/lib") / "sglang-fleet-lab",
         cache=cache / "lab",
         runtime=Path("/run/sglang-fleet-lab"),
-        uv_cache=Path(env.get("UV_CACHE_DIR") or cache / "uv"),
-        owner=(int(env.get("SUDO_UID") or os.getuid()), int(env.get("SUDO_GID") or os.getgid())),
+        uv_cache=Path(uv_cache or cache / "uv"),
+        owner=owner,
+        home=home_of_caller,
     )
+    for name, path in (("XDG_STATE_HOME", found.state), ("XDG_CACHE_HOME", found.cache)):
+        if not re.fullmatch(r"/[\w./+-]+", str(path)):
+            raise MisuseError(f"{name} gives {str(path)!r}: expected an absolute path of letters, digits and ._+-")
+    return found
+
+
+def _owner(path: Path) -> int:
+    """uid that owns a folder, or would own it if it were made: that of the nearest folder above that exists."""
+    while not path.exists():
+        path = path.parent
+    return path.stat().st_uid
 
 
 @dataclass(frozen=True)
@@ -121,7 +148,7 @@ def size(word: str) -> int:
     found = re.fullmatch(r"([1-9][0-9]*)([KMGT]?)(?:i?B)?", word.strip(), re.IGNORECASE)
     if not found:
         raise MisuseError(f"size {word!r}: expected a whole number with K, M, G or T, for example 6G")
-    return int(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")
+    return int(found[1]) << 10 * " KMGT".index(found[2].upper() or " ")
 
 
 def address(subnet: ipaddress.IPv4Network, index: int) -> str:

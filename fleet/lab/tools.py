@@ -37,7 +37,9 @@ def ensure(suite: Suite, say: Callable[[str], None]) -> None:
     if not need:
         return
     if not shutil.which("apt-get"):
-        raise LabError(f"missing: {' '.join(need)}; the lab installs them on Debian and Ubuntu only: install them yourself")
+        raise LabError(
+            f"missing: {' '.join(need)}; the lab installs them on Debian and Ubuntu only: install them yourself"
+        )
     say(f"installing {' '.join(need)}")
     apt = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=600"]
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}

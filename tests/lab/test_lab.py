@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lab itself: what it promises its hosts, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fleet.lab import cgroups, network
+from fleet.lab.client import LabClient, LabHost
+from fleet.lab.settings import lab_names, settings
+from fleet.lab.shell import LabError, mounts, until
+
+MakeLab = Callable[[str], LabClient]
+RUNTIME = Path("/run/sglang-fleet-lab")
+
+
+@pytest.fixture(scope="module")
+def pair(lab: LabClient) -> list[LabHost]:
+    """Two hosts that the tests of this module share; every test leaves them running."""
+    return lab.fresh(2)
+
+
+def traces(lab: LabClient) -> dict[str, list[str]]:
+    """Everything on this machine that carries the lab's name, by kind."""
+    names, where = lab_names(lab.name), settings(os.environ, lab.repo)
+    layout = cgroups.machine_layout()
+    processes = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:  # it ended meanwhile
+            continue
+        if b"systemd-nspawn" in words[0] and any(w.startswith(lab.name.encode() + b"-h") for w in words):
+            processes.append(path.parent.name)
+    rules = subprocess.run(["nft", "list", "ruleset"], check=True, capture_output=True, text=True).stdout
+    files = [
+        where.lab(lab.name),
+        lab.inventory,
+        where.lock(lab.name),
+        RUNTIME / "cp" / names.tag,
+        RUNTIME / "active" / lab.name,
+    ]
+    return {
+        "mounts": [str(m) for m in mounts(where.lab(lab.name))]
+        + [str(m) for m in mounts(Path("/run/netns")) if names.netns_prefix in str(m)],
+        "namespaces": [p.name for p in Path("/run/netns").glob(f"{names.netns_prefix}*")],
+        "links": [p.name for p in Path("/sys/class/net").glob(f"{names.bridge}*")],
+        "rules": [line for line in rules.splitlines() if names.tag in line],
+        "groups": [
+            str(root / cgroups.PARENT / lab.name)
+            for root in layout.roots
+            if (root / cgroups.PARENT / lab.name).exists()
+        ],
+        "processes": processes,
+        "files": [str(f) for f in files if f.exists()],
+    }
+
+
+def machine_state() -> dict[str, object]:
+    """What labs change of the machine itself, as long as one is up."""
+    return {
+        "ip_forward": Path("/proc/sys/net/ipv4/ip_forward").read_text(),
+        "netns_mounted": bool(mounts(Path("/run/netns"))),
+        "groups": [str(r / cgroups.PARENT) for r in cgroups.machine_layout().roots if (r / cgroups.PARENT).exists()],
+    }
+
+
+def archive(host: LabHost) -> str:
+    """URL of a small file in the registry that the host's apt uses, which is the machine's."""
+    line = host.ssh("grep -m1 ^deb /etc/apt/sources.list").stdout.split()
+    uri, suite = [w for w in line if "://" in w or re.fullmatch(r"[a-z]+", w)][1:3]
+    return f"{uri}/dists/{suite}/Release"
+
+
+def test_hosts_are_real(pair: list[LabHost]) -> None:
+    ids = set()
+    for host in pair:
+        assert host.ssh("cat /proc/1/comm").stdout.strip() == "systemd"
+        assert host.ssh("systemctl is-system-running").stdout.strip() == "running"
+        assert host.ssh("hostname").stdout.strip() == host.name
+        ids.add(host.ssh("cat /etc/machine-id").stdout)
+        tools = "gcc --version; numactl --show; rsync --version; sudo -n true; curl --version; command -v ip ps"
+        host.ssh(f"set -e; {tools}; ls /lib/*/libnuma.so.1 /usr/include/stdio.h")
+        host.ssh("python3 -c 'import sys, venv, ensurepip, apt; assert sys.version_info >= (3, 11)'")
+        assert host.ssh("ls /var/log/journal").stdout.strip(), "the journal is not kept on disk"
+    assert len(ids) == 2
+    pair[0].ssh(f"ping -c1 -W2 {pair[1].address}")
+
+
+def test_ansible_reaches_them_with_host_keys_checked(pair: list[LabHost]) -> None:
+    argv = ["ansible", "-i", str(pair[0].inventory), ",".join(h.name for h in pair), "-m", "ansible.builtin.ping", "-o"]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("SUCCESS") == 2
+    assert "StrictHostKeyChecking=yes" in pair[0].inventory.read_text()
+    # the check is real: with another host's key nothing connects
+    known = pair[0].lab.inventory.parent / "wrong_known_hosts"
+    right = next(w for w in pair[0].lab.ssh_words(pair[0].name) if w.startswith("UserKnownHostsFile=")).split("=")[1]
+    keys = dict(line.split(" ", 1) for line in Path(right).read_text().splitlines())
+    known.write_text(f"{pair[0].address} {keys[pair[1].address]}\n")
+    words = [w.replace(right, str(known)) for w in pair[0].lab.ssh_words(pair[0].name)]
+    refused = subprocess.run([*words, "true"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    known.unlink()
+    assert refused.returncode == 255
+    assert "verification failed" in refused.stderr
+
+
+def test_machine_setup_reaches_sessions_and_units(pair: list[LabHost]) -> None:
+    host = pair[0]
+    session = host.ssh("cat /etc/environment").stdout
+    unit = host.ssh("systemd-run --wait --pipe -q env").stdout.splitlines()
+    for line in session.splitlines():
+        name, _, value = line.partition("=")
+        value = value.strip('"')
+        assert host.ssh(f"printenv {name}").stdout.strip() == value
+        assert f"{name}={value}" in unit
+        if value.startswith("/"):
+            host.ssh(f"test -e {value}")
+    bundle = Path("/etc/ssl/certs/ca-certificates.crt")
+    if bundle.exists():
+        assert host.ssh(f"cat {bundle}").stdout == bundle.read_text()
+    host.ssh(f"curl -fsS -o /dev/null --max-time 30 {archive(host)}")
+    host.ssh("test -f /srv/sglang-fleet-models/nano/README.md || test -d /srv/sglang-fleet-models/nano")
+    assert host.ssh("touch /srv/sglang-fleet-models/x", check=False).returncode != 0
+    host.ssh("f=/var/cache/sglang-fleet-uv/.lab-test-$$; touch $f; rm $f")
+
+
+def test_second_up_changes_nothing(lab: LabClient, pair: list[LabHost]) -> None:
+    before = [(r["name"], r["init_pid"], r["state"]) for r in lab.rows()]
+    written = lab.inventory.stat().st_mtime_ns
+    done = lab.call("up", *(h.name for h in pair))
+    assert done.stderr.count("was running already") == 2
+    assert "booted" not in done.stderr
+    assert done.stdout.strip() == str(lab.inventory)
+    assert [(r["name"], r["init_pid"], r["state"]) for r in lab.rows()] == before
+    assert lab.inventory.stat().st_mtime_ns == written
+    refused = lab.call("up", pair[0].name, "--memory", "1G", check=False)
+    assert refused.returncode == 2
+    assert "take it down first" in refused.stderr
+
+
+def test_crash_keeps_the_disk(pair: list[LabHost]) -> None:
+    host = pair[0]
+    host.ssh(
+        "echo kept > /root/file; logger -t lab before-the-crash; journalctl --sync; systemctl start --no-block sleep.target"
+    )
+    boot = host.ssh("cat /proc/sys/kernel/random/boot_id; journalctl -n1 -o cat >/dev/null; cat /etc/machine-id").stdout
+    first = host.info()["init_pid"]
+    host.crash()
+    assert host.info()["state"] == "stopped"
+    again = host.lab.call("crash", host.name, check=False)
+    assert again.returncode == 1
+    assert "is not running" in again.stderr
+    host.start()
+    assert host.info()["init_pid"] != first
+    assert host.ssh("cat /root/file").stdout.strip() == "kept"
+    assert host.ssh("cat /etc/machine-id").stdout.strip() == boot.splitlines()[-1]
+    assert "before-the-crash" in host.ssh("journalctl -t lab -o cat").stdout
+    assert len(json.loads(host.ssh("journalctl --list-boots -o json").stdout)) >= 2
+
+
+def test_a_killed_supervisor_is_no_running_host(pair: list[LabHost]) -> None:
+    host = pair[0]
+    init = host.info()["init_pid"]
+    status = Path(f"/proc/{init}/status").read_text()
+    supervisor = int(re.search(r"^PPid:\s+(\d+)", status, re.MULTILINE)[1])  # type: ignore[index]
+    assert Path(f"/proc/{supervisor}/comm").read_text().strip() == "systemd-nspawn"
+    os.kill(supervisor, signal.SIGKILL)
+    assert until(lambda: host.info()["state"] == "stopped", 10)
+    host.lab.call("up", host.name)
+    assert host.info()["init_pid"] not in (None, init)
+    assert not Path(f"/proc/{init}").exists()
+    host.ssh("true")
+
+
+def test_partition_and_heal(pair: list[LabHost]) -> None:
+    one, other = pair
+    one.partition()
+    assert one.info()["partitioned"]
+    words = [*one.lab.ssh_words(one.name)]
+    words[1:1] = ["-o", "ConnectTimeout=2"]
+    assert subprocess.run([*words, "true"], stdin=subprocess.DEVNULL, capture_output=True).returncode == 255
+    assert other.ssh(f"ping -c1 -W1 {one.address}", check=False).returncode != 0
+    one.heal()
+    assert not one.info()["partitioned"]
+    one.ssh("true")
+    other.ssh(f"ping -c1 -W2 {one.address}")
+
+
+def test_cut_closes_the_registry_but_not_ssh(pair: list[LabHost]) -> None:
+    host, other = pair
+    url = archive(host)
+    fetch = f"curl -fsS -o /dev/null --max-time 20 {url}"
+    host.ssh(fetch)
+    host.cut()
+    assert host.ssh(fetch, check=False).returncode in (6, 7, 28)  # no name, no connection
+    assert (
+        host.ssh(
+            "curl -sS --max-time 3 http://$(ip route | sed -n 's/^default via \\([^ ]*\\).*/\\1/p')", check=False
+        ).returncode
+        == 7
+    )
+    host.ssh(f"ping -c1 -W2 {other.address}")
+    other.ssh(fetch)
+    host.uncut()
+    host.ssh(fetch)
+
+
+def test_only_registry_ports_leave(pair: list[LabHost]) -> None:
+    # a port nobody uses on the name server, which is outside the lab: refused by the lab itself, at once
+    server = pair[0].ssh("sed -n 's/^nameserver //p' /etc/resolv.conf | head -1").stdout.strip()
+    if not server:
+        pytest.skip("the machine has no name server that hosts can reach")
+    done = pair[0].ssh(f"curl -sS --max-time 5 http://{server}:5999", check=False)
+    assert done.returncode == 7, done.stderr
+
+
+def test_limits_are_real(fresh_hosts: Callable[..., list[LabHost]]) -> None:
+    host = fresh_hosts(1, memory="400M", disk="64M")[0]
+    unit = "systemd-run --wait -q -p MemoryMax=64M python3 -c 'bytearray(200 << 20)'; echo rc=$?"
+    assert "rc=0" not in host.ssh(unit).stdout, "MemoryMax= of a unit is not enforced"
+    assert "rc=0" in host.ssh(unit.replace("MemoryMax=64M", "MemoryMax=300M")).stdout
+    assert host.ssh("python3 -c 'bytearray(900 << 20)'; echo rc=$?").stdout.strip() != "rc=0", (
+        "--memory is not enforced"
+    )
+    assert host.ssh("systemctl is-system-running").stdout.strip() in ("running", "degraded")
+    full = host.ssh("dd if=/dev/zero of=/root/big bs=1M count=200", check=False)
+    assert full.returncode == 1
+    assert "No space left on device" in full.stderr
+    assert 0 < int(host.ssh("stat -c %s /root/big").stdout) <= 64 << 20
+    host.ssh("rm /root/big; echo small > /root/small")
+    host.stop()
+    assert host.info()["state"] == "stopped"
+    host.start()
+    assert host.ssh("cat /root/small").stdout.strip() == "small"
+    row = host.info()
+    assert (row["memory_limit_bytes"], row["disk_limit_bytes"]) == (400 << 20, 64 << 20)
+
+
+def test_binds(fresh_hosts: Callable[..., list[LabHost]], tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/file").write_text("seen")
+    host = fresh_hosts(1, binds=[f"{tmp_path}/in:/srv/in:ro", f"{tmp_path}:/srv/out"])[0]
+    assert host.ssh("cat /srv/in/file").stdout == "seen"
+    assert host.ssh("touch /srv/in/new", check=False).returncode != 0
+    host.ssh("echo back > /srv/out/new")
+    assert (tmp_path / "new").read_text() == "back\n"
+
+
+def test_labs_side_by_side_and_down_leaves_nothing(make_lab: MakeLab, pair: list[LabHost]) -> None:
+    side = make_lab("side")
+    host = side.up(["1"])[0]
+    try:
+        assert host.address.rsplit(".", 1)[0] != pair[0].address.rsplit(".", 1)[0]
+        pair[0].ssh("true")
+        assert host.ssh(f"curl -sS --max-time 3 http://{pair[0].address}:80", check=False).returncode in (7, 28)
+        seen = traces(side)
+        assert all(seen.values()), f"the test looks for what is not there: {seen}"
+        neighbour = traces(pair[0].lab)
+    finally:
+        side.down()
+    assert traces(side) == dict.fromkeys(seen, [])
+    assert traces(pair[0].lab) == neighbour
+    pair[0].ssh("true")
+    side.down()  # nothing there is fine
+
+
+def test_the_last_lab_restores_the_machine(make_lab: MakeLab, tmp_path: Path) -> None:
+    """In an own network, mount and group view, so that other labs of this machine don't blur what is compared."""
+    lab = make_lab("alone")
+    script = tmp_path / "alone.sh"
+    script.write_text(
+        f"""set -e
+mount -t tmpfs none /run && ip link set lo up
+ip link add up0 type dummy && ip addr add 198.51.100.2/24 dev up0 && ip link set up0 up && ip route add default via 198.51.100.1
+state() {{ sysctl -n net.ipv4.ip_forward; ip -br link; nft list ruleset; ls /run/netns 2>/dev/null; grep -c . /proc/mounts; }}
+nft 'table ip other {{ chain fwd {{ type filter hook forward priority 0; policy drop; }} }}'
+state > {tmp_path}/before
+{lab.repo}/bin/lab up 1 --lab {lab.name}
+nft list chain ip other fwd > {tmp_path}/opened
+sysctl -n net.ipv4.ip_forward >> {tmp_path}/opened
+{lab.repo}/bin/lab down --lab {lab.name}
+state > {tmp_path}/after
+"""
+    )
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    done = subprocess.run(["unshare", "--mount", "--net", "sh", str(script)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    opened = (tmp_path / "opened").read_text()
+    assert opened.count(f'"{lab_names(lab.name).bridge}" accept') == 2, "a forward chain that drops was not opened"
+    assert opened.splitlines()[-1] == "1"
+    assert (tmp_path / "after").read_text() == (tmp_path / "before").read_text()
+
+
+def test_interrupted_up_can_be_repeated_and_taken_down(make_lab: MakeLab) -> None:
+    lab = make_lab("broken")
+    names = lab_names(lab.name)
+    argv = [str(lab.repo / "bin/lab"), "up", "2", "--lab", lab.name]
+    for kill in (signal.SIGKILL, signal.SIGTERM):
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as up:
+            assert until(lambda: network.hosts_of(names) != set(), 60, 0.001)
+            up.send_signal(kill)
+            _, said = up.communicate(timeout=60)
+        assert up.returncode in (-kill, 130), said
+        if kill == signal.SIGKILL:
+            lab.down()
+            assert not any(traces(lab).values())
+    assert len(lab.up(["2"])) == 2
+    for host in lab.hosts():
+        host.ssh("true")
+    lab.down()
+    assert not any(traces(lab).values())
+
+
+def test_errors_name_the_thing_and_the_next_step(lab: LabClient, pair: list[LabHost], make_lab: MakeLab) -> None:
+    for words, code, said in (
+        (("start", "h77"), 1, f"no host {lab.name}-h77"),
+        (("crash", "web1"), 2, "name another lab with --lab"),
+        (("up", "0"), 2, "1 to 200 hosts"),
+        (("up", "h50", "--memory", "lots"), 2, "for example 6G"),
+        (("up", "h50", "--bind", "/nowhere:/srv/x"), 1, "/nowhere does not exist"),
+    ):
+        done = lab.call(*words, check=False)
+        assert done.returncode == code, done.stderr
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+    absent = make_lab("absent").call("ssh", "h1", "true", check=False)
+    assert absent.returncode == 1
+    assert "is not up" in absent.stderr
+    with pytest.raises(LabError, match="exited 3"):
+        pair[0].ssh("exit 3")
