@@ -17,6 +17,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from ansible.module_utils.sglang_venv_lock import LockError, body_digest, canonical, lint, parse, select, write_marker
 from packaging.markers import Marker
@@ -52,7 +53,7 @@ def find_uv() -> str:
 
 
 def _uv(arguments: list[str], cwd: Path) -> str:
-    done = subprocess.run([find_uv(), *arguments], cwd=cwd, capture_output=True, text=True)
+    done = subprocess.run([find_uv(), *arguments], check=False, cwd=cwd, capture_output=True, text=True)
     if done.returncode:
         raise ToolError(f"uv {' '.join(arguments[:2])} failed:\n{done.stderr.strip()}")
     return done.stdout
@@ -137,20 +138,15 @@ def resolve(engine: Engine) -> str:
     return header + body
 
 
-def remote_files(engine: Engine, text: str) -> dict[str, list[dict[str, Any]]]:
-    """Every wheel of the lock's versions as the index has it now: `{'name==version': [{name, size, sha256, url}]}`."""
-    with tempfile.TemporaryDirectory(prefix="fleet-lock-") as name:
-        folder = Path(name)
-        _project(folder, engine)
-        (folder / "lock.txt").write_text(text)
-        arguments = ["pip", "compile", "-q", "--universal", "--format", "pylock.toml", "--no-header", "--no-deps"]
-        arguments += ["--python-version", engine.pythons[0], "lock.txt", "-o", "pylock.toml"]
-        _uv(arguments, folder)
-        data = tomllib.loads((folder / "pylock.toml").read_text())
+def export(arguments: list[str], folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What uv resolves in `folder`, with every wheel as the index has it now: 'name==version' -> [{name, size, sha256, url}]."""
+    command = ["pip", "compile", "-q", "--universal", "--format", "pylock.toml", "--no-header"]
+    _uv([*command, *arguments, "-o", "pylock.toml"], folder)
+    data = tomllib.loads((folder / "pylock.toml").read_text())
     return {
         f"{package['name']}=={package['version']}": [
             {
-                "name": wheel["url"].rsplit("/", 1)[1].replace("%2B", "+"),
+                "name": unquote(wheel["url"].rsplit("/", 1)[1]),
                 "size": wheel["size"],
                 "sha256": wheel["hashes"]["sha256"],
                 "url": wheel["url"],
@@ -159,6 +155,15 @@ def remote_files(engine: Engine, text: str) -> dict[str, list[dict[str, Any]]]:
         ]
         for package in data["packages"]
     }
+
+
+def remote_files(engine: Engine, text: str) -> dict[str, list[dict[str, Any]]]:
+    """Every wheel of a lock's versions as the index has it now, in the form of `export`."""
+    with tempfile.TemporaryDirectory(prefix="fleet-lock-") as name:
+        folder = Path(name)
+        _project(folder, engine)
+        (folder / "lock.txt").write_text(text)
+        return export(["--python-version", engine.pythons[0], "--no-deps", "lock.txt"], folder)
 
 
 def list_files(engine: Engine, text: str, remote: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -208,7 +213,7 @@ def faults(engine: Engine) -> list[str]:
     if not engine.lock.exists():
         return [f"{engine.lock} is missing; run bin/lock {engine.name}"]
     text = engine.lock.read_text()
-    found = lint(text, engine.pythons, engine.machines, engine.prereleases)
+    found: list[str] = lint(text, engine.pythons, engine.machines, engine.prereleases)
     head = dict(line[2:].split(": ", 1) for line in text.splitlines() if line.startswith("# ") and ": " in line)
     if head.get("inputs") != f"sha256:{engine.input_digest()}":
         found.append(f"the inputs changed since the lock was written; run bin/lock {engine.name}")

@@ -44,7 +44,7 @@ def canonical(name: str) -> str:
 
 def is_prerelease(version: str) -> bool:
     """True for a, b, rc and dev versions; post releases and local versions are none."""
-    return bool(_PRERELEASE.search(version.split("+")[0].replace("post", "")))
+    return bool(_PRERELEASE.search(version.split("+", maxsplit=1)[0].replace("post", "")))
 
 
 def parse(text: str) -> list[Pin]:
