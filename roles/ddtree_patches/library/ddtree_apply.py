@@ -124,6 +124,10 @@ def main() -> None:
 
 def answer_for(params: dict[str, Any], check_mode: bool) -> dict[str, Any]:
     """What the module returns. Raises SeriesError."""
+    if not params["release"]:
+        raise core.SeriesError(
+            "release is empty; expected the folder of a release (role variable ddtree_patches_release)"
+        )
     series = core.Series.unpack(params["series"])
     release = Path(params["release"])
     stamp, published = release / core.STAMP, params["published"]
