@@ -14,7 +14,6 @@ import fcntl
 import json
 import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,17 +80,19 @@ def _sync(folder: Path) -> None:
 
 def write(path: Path, text: str, mode: int, gid: int = 0) -> None:
     """The whole file or nothing of it, and on the disk when this returns."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # One name for all tries (one change at a time holds the lock), so a crash leaves nothing that the next try does not replace.
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
             stream.write(text)
-            os.fchmod(stream.fileno(), mode)
             os.fchown(stream.fileno(), os.geteuid(), gid)
+            os.fchmod(stream.fileno(), mode)
             stream.flush()
             os.fsync(stream.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        new.replace(path)
+    except Exception:
+        new.unlink(missing_ok=True)
         raise
     _sync(path.parent)
 
