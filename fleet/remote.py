@@ -7,7 +7,7 @@ inventory, the site's own ssh configuration included. Host keys are checked; the
 
 from __future__ import annotations
 
-import io
+import functools
 import json
 import shlex
 import subprocess
@@ -19,11 +19,11 @@ from typing import Any
 START = "#SMOKE\n"  # what comes before it on stdin, a password that sudo did not ask for, is no program
 
 
-class Misuse(Exception):  # noqa: N818 (it is what the exit code is called)
+class Misuse(Exception):
     """The call cannot be meant like this; exit code 2."""
 
 
-class Unreachable(Exception):  # noqa: N818 (Ansible's word)
+class Unreachable(Exception):
     """No answer from a host; the text says why and what to do."""
 
 
@@ -55,7 +55,6 @@ def targets(inventory: Sequence[str], limit: str | None, prefix: str) -> list[Ta
     Raises Misuse for an inventory that cannot be read, an unknown host, or none at all.
     """
     from ansible import constants as c
-    from ansible.cli import CLI
     from ansible.errors import AnsibleError
     from ansible.inventory.manager import InventoryManager, split_host_pattern
     from ansible.parsing.dataloader import DataLoader
@@ -67,9 +66,7 @@ def targets(inventory: Sequence[str], limit: str | None, prefix: str) -> list[Ta
         raise Misuse(f"no inventory {missing[0]}; name a file or folder with -i")
     try:
         loader = DataLoader()
-        loader.set_vault_secrets(
-            CLI.setup_vault_secrets(loader, list(c.DEFAULT_VAULT_IDENTITY_LIST), auto_prompt=False)
-        )
+        loader.set_vault_secrets(_vault_secrets())
         manager = InventoryManager(loader=loader, sources=sources)
         for pattern in split_host_pattern(limit) if limit else []:
             if not pattern.startswith(("!", "&")) and not manager.list_hosts(pattern):
@@ -87,6 +84,16 @@ def targets(inventory: Sequence[str], limit: str | None, prefix: str) -> list[Ta
     if not found:
         raise Misuse(f"no host in {', '.join(sources)}")
     return found
+
+
+@functools.cache
+def _vault_secrets() -> Any:
+    """Secrets of the vaults that ansible.cfg names; Ansible lets a process read them once."""
+    from ansible import constants as c
+    from ansible.cli import CLI
+    from ansible.parsing.dataloader import DataLoader
+
+    return CLI.setup_vault_secrets(DataLoader(), list(c.DEFAULT_VAULT_IDENTITY_LIST), auto_prompt=False)
 
 
 def target(name: str, given: Mapping[str, Any], defaults: Any) -> Target:
@@ -110,15 +117,16 @@ def target(name: str, given: Mapping[str, Any], defaults: Any) -> Target:
         str(w) for n in ("ansible_ssh_args", "ansible_ssh_common_args", "ansible_ssh_extra_args") if (w := first(n))
     ]
     python = first("ansible_python_interpreter") or defaults.config.get_config_value("INTERPRETER_PYTHON")
+    address = str(first("ansible_host", "ansible_ssh_host") or name)
     return Target(
         name=name,
-        address=str(first("ansible_host", "ansible_ssh_host") or name),
+        address=address,
         local=str(first("ansible_connection") or "") in ("local", "ansible.builtin.local"),
         user=None if user is None else str(user),
         port=None if port is None else int(port),
         keys=() if key is None else (str(Path(str(key)).expanduser()),),
         password=_text(first("ansible_password", "ansible_ssh_password", "ansible_ssh_pass")),
-        ssh_config=ssh_config(shlex.split(" ".join(words))),
+        ssh_config=ssh_config(address, shlex.split(" ".join(words))),
         timeout=int(defaults.DEFAULT_TIMEOUT),
         become=str(first("ansible_become_user") or defaults.DEFAULT_BECOME_USER) if _true(become) else None,
         become_password=_text(first("ansible_become_password", "ansible_become_pass")),
@@ -135,8 +143,11 @@ def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def ssh_config(words: Sequence[str]) -> str:
-    """Words of an ssh command line as the text of an ssh configuration; the caller's own file follows unless -F is given."""
+def ssh_config(host: str, words: Sequence[str]) -> str:
+    """Words of an ssh command line as the text of an ssh configuration; the caller's own file follows unless -F is given.
+
+    As with ssh itself, they hold for the host and not for a jump host on the way.
+    """
     lines, files = [], [Path("~/.ssh/config").expanduser(), Path("/etc/ssh/ssh_config")]
     short = {"-i": "IdentityFile", "-p": "Port", "-l": "User", "-J": "ProxyJump"}
     rest = list(words)
@@ -156,7 +167,7 @@ def ssh_config(words: Sequence[str]) -> str:
             lines.append(f"  {short[flag]} {value}")
         # other flags (-C, -q, -4 ..) change neither whom we talk to nor whom we trust
     own = "\n".join(path.read_text(encoding="utf-8") for path in files if path.is_file())
-    return "\n".join(["Host *", *lines, own, ""])
+    return "\n".join([f"Host {host}", *lines, "Host *", own, ""])
 
 
 # --- connection --------------------------------------------------------------------------------------------------
@@ -226,8 +237,11 @@ def connection(target: Target) -> Any:
     import fabric
     from paramiko import SSHConfig
 
-    config = fabric.Config(ssh_config=SSHConfig.from_file(io.StringIO(target.ssh_config)))
+    options = SSHConfig.from_text(target.ssh_config)
+    config = fabric.Config(ssh_config=options)
     connect: dict[str, Any] = {}
+    if options.lookup(target.address).get("identitiesonly") == "yes":
+        connect |= {"allow_agent": False, "look_for_keys": False}
     if target.keys:
         connect["key_filename"] = list(target.keys)
     if target.password is not None:
@@ -240,8 +254,6 @@ def connection(target: Target) -> Any:
         connect_timeout=target.timeout,
         connect_kwargs=connect,
     )
-    if str(link.ssh_config.get("identitiesonly", "no")).lower() == "yes":
-        link.connect_kwargs |= {"allow_agent": False, "look_for_keys": False}
     hop = link
     while isinstance(hop, fabric.Connection):
         _trust(hop)

@@ -28,7 +28,8 @@ RELEASE = "0123456789abcdef"
 # The engine side of the Hooks table, as the patched engine of mode ddtree and ddtree-shadow writes it.
 STAMP = "[2026-11-29 19:20:46] "
 TREE = [
-    STAMP + "Initialized DDTREE draft runner. attention_backend=triton, model=DFlashDraftModel, block_size=16, budget=15",
+    STAMP
+    + "Initialized DDTREE draft runner. attention_backend=triton, model=DFlashDraftModel, block_size=16, budget=15",
     STAMP + "DDTREE verify completed. num_accepted_drafts_per_req=[2, 0, 1]",
     STAMP + "DDTREE metrics steps=1 mean_accepted=1.00 tree_nodes=15.0 tokens_per_step=2.00",
 ]
@@ -130,6 +131,8 @@ def engine(answer: Answer, key: str | None = None) -> Iterator[str]:
     """An HTTP server with /health and /generate; yields its URL."""
 
     class Handler(BaseHTTPRequestHandler):
+        wbufsize = -1  # one packet per answer; two of them wait for one another
+
         def reply(self, status: int, value: Any) -> None:
             raw = json.dumps(value).encode()
             self.send_response(status)
@@ -137,10 +140,10 @@ def engine(answer: Answer, key: str | None = None) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(raw)
 
-        def do_GET(self) -> None:  # noqa: N802
+        def do_GET(self) -> None:
             self.reply(200 if self.path == "/health" else 404, {})
 
-        def do_POST(self) -> None:  # noqa: N802
+        def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if key and self.headers.get("Authorization") != f"Bearer {key}":
                 return self.reply(401, {"error": "Unauthorized"})

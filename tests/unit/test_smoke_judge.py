@@ -55,7 +55,9 @@ def test_a_forbidden_line_fails_its_check(mode: str, ident: str) -> None:
 
 @pytest.mark.parametrize(("mode", "ident"), MUST + NEVER)
 def test_the_engines_own_flags_prove_nothing(mode: str, ident: str) -> None:
-    line = {**BAD_LINES, **{i: next(x for x in log(m) if re.search(HOOKS["hooks"][i]["pattern"], x)) for m, i in MUST}}[ident]
+    line = {**BAD_LINES, **{i: next(x for x in log(m) if re.search(HOOKS["hooks"][i]["pattern"], x)) for m, i in MUST}}[
+        ident
+    ]
     flags = STAMP + "server_args=ServerArgs(" + line + ")"
     assert scan(mode, [flags])[ident] is (ident in HOOKS["modes"][mode]["never"])
 
@@ -90,12 +92,19 @@ def recording() -> dict[str, Any]:
 
 
 def answers(mode: str = "dflash", count: int = 16) -> list[dict[str, Any]]:
-    ids = [p["id"] for p in PROMPTS[:count]]
-    return [
-        {"prompt": i, "way": way, "ids": RECORDED[mode][way][i]["output_ids"][:24], "meta": RECORDED[mode][way][i]["meta_info"], "error": None}
-        for way in ("batch", "alone")
-        for i in ids
-    ]  # fmt: skip
+    rows = []
+    for way in ("batch", "alone"):
+        for prompt in PROMPTS[:count]:
+            said = RECORDED[mode][way][prompt["id"]]
+            row = {
+                "prompt": prompt["id"],
+                "way": way,
+                "ids": said["output_ids"][:24],
+                "meta": said["meta_info"],
+                "error": None,
+            }
+            rows.append(row)
+    return rows
 
 
 def verdicts(given: list[dict[str, Any]], bound: float) -> tuple[dict[str, bool], dict[str, Any]]:

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bin/smoke: how the inventory becomes a connection, what is sent, what a person reads, exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import paramiko
+import pytest
+from ansible.module_utils import smoke_judge as judge
+
+from fleet import remote, smoke
+
+
+def inventory(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "hosts.yml"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+THREE = """
+    all:
+      vars:
+        base: 192.0.2
+        smoke_tokens: 32
+        secret: not for us
+      hosts:
+        ct200: {ansible_host: "{{ base }}.200", ansible_user: admin, ansible_port: 2222, ansible_become: true}
+        ct201: {ansible_host: 192.0.2.201, ansible_ssh_private_key_file: ~/key, ansible_become: false}
+        here: {ansible_connection: local, ansible_python_interpreter: PYTHON}
+""".replace("PYTHON", sys.executable)
+
+
+def test_targets_are_what_ansible_would_connect_to(tmp_path: Path) -> None:
+    found = {t.name: t for t in remote.targets([inventory(tmp_path, THREE)], None, "smoke_")}
+    assert sorted(found) == ["ct200", "ct201", "here"]
+    one = found["ct200"]
+    assert (one.address, one.user, one.port, one.become) == ("192.0.2.200", "admin", 2222, "root")
+    assert one.variables["smoke_tokens"] == 32
+    assert "secret" not in one.variables
+    assert found["ct201"].keys == (str(Path("~/key").expanduser()),)
+    assert found["ct201"].become is None
+    assert found["here"].local
+    assert found["here"].python == sys.executable
+
+
+def test_limits_choose_and_unknown_hosts_are_misuse(tmp_path: Path) -> None:
+    path = inventory(tmp_path, THREE)
+    assert [t.name for t in remote.targets([path], "ct201", "smoke_")] == ["ct201"]
+    assert [t.name for t in remote.targets([path], "all,!ct200,!here", "smoke_")] == ["ct201"]
+    with pytest.raises(remote.Misuse, match=r"no host matches 'ct999' .*it has ct200, ct201, here"):
+        remote.targets([path], "ct200,ct999", "smoke_")
+    with pytest.raises(remote.Misuse, match="no inventory"):
+        remote.targets([str(tmp_path / "none.yml")], None, "smoke_")
+
+
+def test_a_become_method_other_than_sudo_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(remote.Misuse, match="become method su"):
+        remote.targets(
+            [inventory(tmp_path, "all: {hosts: {h: {ansible_become: true, ansible_become_method: su}}}")], None, "x"
+        )
+
+
+def test_secrets_are_not_shown() -> None:
+    assert "hunter2" not in repr(remote.Target("h", "h", password="hunter2", become_password="hunter2"))
+
+
+# --- ssh ---------------------------------------------------------------------------------------------------------
+
+
+def link(words: str, **given: Any) -> Any:
+    return remote.connection(
+        remote.Target("h", "192.0.2.1", ssh_config=remote.ssh_config("192.0.2.1", words.split()), **given)
+    )
+
+
+def test_known_hosts_of_the_options_are_the_only_ones_trusted(tmp_path: Path) -> None:
+    key = paramiko.ECDSAKey.generate()
+    known = tmp_path / "known_hosts"
+    known.write_text(f"192.0.2.1 {key.get_name()} {key.get_base64()}\n")
+    made = link(
+        f"-F /dev/null -o UserKnownHostsFile={known} -o GlobalKnownHostsFile=/dev/null -o StrictHostKeyChecking=yes"
+    )
+    assert isinstance(made.client._policy, paramiko.RejectPolicy)
+    assert list(made.client._system_host_keys.keys()) == ["192.0.2.1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "policy"),
+    [
+        ("-F none", paramiko.RejectPolicy),
+        ("-F none -o StrictHostKeyChecking=accept-new", paramiko.AutoAddPolicy),
+        ("-F none -oStrictHostKeyChecking=no", paramiko.WarningPolicy),
+    ],
+)
+def test_unknown_keys_are_refused_unless_the_site_says_so(words: str, policy: type) -> None:
+    assert type(link(words).client._policy) is policy
+
+
+def test_a_jump_host_is_checked_too() -> None:
+    made = link("-F none -o ProxyJump=jump@192.0.2.9:2200 -o IdentitiesOnly=yes")
+    assert (made.gateway.host, made.gateway.user, made.gateway.port) == ("192.0.2.9", "jump", 2200)
+    assert isinstance(made.gateway.client._policy, paramiko.RejectPolicy)
+    assert made.connect_kwargs["look_for_keys"] is False
+
+
+def test_inventory_wins_over_ssh_options() -> None:
+    made = link("-F none -o User=other -p 2200 -i /key", user="admin", port=22, keys=("/mine",))
+    assert (made.user, made.port) == ("admin", 22)
+    assert "/mine" in made.connect_kwargs["key_filename"]
+
+
+def test_an_option_without_value_is_misuse() -> None:
+    with pytest.raises(remote.Misuse, match="no value"):
+        remote.ssh_config("h", ["-o"])
+
+
+# --- program -----------------------------------------------------------------------------------------------------
+
+HERE = remote.Target("here", "here", local=True, python=sys.executable)
+
+
+def test_a_program_brings_its_modules_along() -> None:
+    sources = {
+        "zz_first": "from __future__ import annotations\nVALUE = 20\n",
+        "zz_second": "from ansible.module_utils import zz_first as f\nfrom ansible.module_utils.zz_first import VALUE\n"
+        "def main(payload):\n    print(f.VALUE + VALUE + payload['more'], payload['text'])\n",
+    }
+    program = remote.module_program(sources, "zz_second", {"more": 2, "text": "\"quoted\" 'too'\n#SMOKE\n\\n"})
+    assert remote.run_python(HERE, program, 30) == "42 \"quoted\" 'too'\n#SMOKE\n\\n\n"
+
+
+def test_a_failing_or_slow_program_is_unreachable() -> None:
+    with pytest.raises(remote.Unreachable, match="ZeroDivisionError"):
+        remote.run_python(HERE, "1/0", 30)
+    with pytest.raises(remote.Unreachable, match="timed out"):
+        remote.run_python(HERE, "import threading; threading.Event().wait()", 0.5)
+
+
+def test_a_password_that_sudo_does_not_ask_for_is_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def run(words: list[str], **given: Any) -> Any:
+        seen.update(words=words, **given)
+        return SimpleNamespace(returncode=0, stdout="", stderr="")
+
+    monkeypatch.setattr(remote.subprocess, "run", run)
+    target = remote.Target("h", "h", local=True, become="root", become_password="hunter2")
+    remote.run_python(target, "print(1)", 5)
+    assert seen["words"][:2] == ["sudo", "-S"]
+    assert "hunter2" not in " ".join(seen["words"])
+    assert seen["input"] == "hunter2\n#SMOKE\nprint(1)"
+
+
+def test_the_whole_probe_runs_on_a_bare_python(tmp_path: Path) -> None:
+    """Sent as it is to a host: here with folders that hold no deployment."""
+    text = smoke.program(HERE, smoke.hooks(), None, None)
+    text = text.replace("/var/lib/sglang-fleet", str(tmp_path)).replace("main(payload)", "main(payload)", 1)
+    verdict = smoke.probe(HERE, text, 60)
+    assert [c["id"] for c in verdict["checks"]] == ["deployment.current"]
+    assert verdict["host"] == "here"
+    assert not verdict["ok"]
+
+
+def test_settings_are_the_roles_defaults_with_the_hosts_own() -> None:
+    assert smoke.settings({})["tokens"] == 24
+    assert smoke.settings({"smoke_tokens": 32, "smoke_unknown": 1})["tokens"] == 32
+    assert "unknown" not in smoke.settings({"smoke_unknown": 1})
+
+
+# --- text and exit codes -----------------------------------------------------------------------------------------
+
+
+def a_verdict(ok: bool, host: str = "ct200") -> dict[str, Any]:
+    checks = [
+        judge.check("unit.active", True, "active (running)", "sglang@gpu0.service active", "w", "f", "gpu0"),
+        judge.check("hook.ddtree-verify", ok, "no such line", "a line like /X/", "the why", "the fix", "gpu0"),
+    ]
+    instance = {"name": "gpu0", "mode": "ddtree", "requests": 20, "tokens": 480, "tokens_per_step": 2.5}
+    instance |= {"identical": 20, "near_ties": [], "different": []}
+    return dict(judge.verdict(host, "abc", checks, [instance], "now", 9.87))
+
+
+def test_text_names_a_failed_check_with_all_that_helps() -> None:
+    good, bad = smoke.text_of(a_verdict(True)), smoke.text_of(a_verdict(False))
+    assert good.startswith("ct200: ok (release abc, 2 checks, 9.9 s)")
+    assert "FAIL" not in good
+    assert bad.startswith("ct200: FAILED (release abc, 2 checks, 1 failed, 9.9 s)")
+    for word in (
+        "FAIL hook.ddtree-verify (gpu0)",
+        "observed: no such line",
+        "expected: a line like /X/",
+        "fix:      the fix",
+    ):
+        assert word in bad
+
+
+EMPTY = {"verb": "smoke", "checks": [], "instances": [], "ok": False}
+
+
+@pytest.mark.parametrize(
+    ("made", "code"),
+    [
+        ([a_verdict(True), a_verdict(True, "ct201")], 0),
+        ([a_verdict(True), a_verdict(False, "ct201")], 1),
+        ([a_verdict(True), {**EMPTY, "host": "ct201"}], 0),
+        ([{**EMPTY, "host": "ct200"}, {**EMPTY, "host": "ct201"}], 2),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_exit_codes(
+    made: list[dict[str, Any]],
+    code: int,
+    as_json: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hosts = [remote.Target(v["host"], v["host"]) for v in made]
+    by_name = {v["host"]: v for v in made}
+    monkeypatch.setattr(smoke.remote, "targets", lambda *_: hosts)
+    monkeypatch.setattr(smoke, "probe", lambda target, *_: by_name[target.name])
+    assert smoke.main(["ddtree", *(["--json"] if as_json else [])]) == code
+    out = capsys.readouterr()
+    if code == 2:
+        assert out.out == ""
+        assert "no instance in mode ddtree on ct200, ct201" in out.err
+    elif as_json:
+        assert [v["host"] for v in json.loads(out.out)] == [v["host"] for v in made if v["checks"]]
+
+
+def test_misuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert smoke.main(["ddtre"]) == 2
+    assert "known: baseline, dflash, ddtree-shadow, ddtree" in capsys.readouterr().err
+    assert smoke.main(["-i", str(tmp_path / "none")]) == 2
+    with pytest.raises(SystemExit) as caught:
+        smoke.main(["--no-such-flag"])
+    assert caught.value.code == 2
+
+
+def test_a_host_without_answer_fails_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "all: {hosts: {gone: {ansible_host: 127.0.0.1, ansible_port: 9, ansible_ssh_common_args: -F none}}}"
+    assert smoke.main(["-i", inventory(tmp_path, text)]) == 1
+    out = capsys.readouterr().out
+    assert "gone: FAILED" in out
+    assert "FAIL host.reachable" in out
