@@ -156,7 +156,7 @@ def _pass_closed_chains(names: Names) -> None:
 def lab_up(names: Names, subnet: ipaddress.IPv4Network, rules: str, runtime: Path) -> None:
     """Bridge, rules and forwarding of a lab, repeatable. The caller holds the machine's lock."""
     if not (_NET / names.bridge).exists():
-        run(["ip", "link", "add", names.bridge, "type", "bridge"])
+        run(["ip", "link", "add", names.bridge, "address", names.mac(0), "type", "bridge"])
     run(["ip", "addr", "replace", f"{subnet[1]}/24", "dev", names.bridge])
     run(["ip", "link", "set", names.bridge, "mtu", str(uplink_mtu()), "up"])
     load_rules(rules)
@@ -190,7 +190,8 @@ def host_up(names: Names, subnet: ipaddress.IPv4Network, index: int, plugged: bo
     if not ((_NET / veth).exists() and (Path("/run/netns") / ns).exists()):
         host_down(names, index)
         run(["ip", "netns", "add", ns])
-        run(["ip", "link", "add", veth, "mtu", mtu, "type", "veth", "peer", "name", "eth0", "mtu", mtu, "netns", ns])
+        inside = ["name", "eth0", "mtu", mtu, "address", names.mac(index), "netns", ns]
+        run(["ip", "link", "add", veth, "mtu", mtu, "type", "veth", "peer", *inside])
     run(["ip", "link", "set", veth, "master", names.bridge, "up" if plugged else "down"])
     run(
         ["ip", "-n", ns, "-batch", "-"],

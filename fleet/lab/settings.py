@@ -112,6 +112,10 @@ class Names:
     def veth(self, index: int) -> str:
         return f"{self.bridge}-{index}"
 
+    def mac(self, index: int) -> str:
+        """Fixed per host (0 is the bridge): with a new one for a known address, neighbours would wait for their caches."""
+        return ":".join(["02", *re.findall("..", self.tag), f"{index:02x}"])
+
 
 def lab_names(lab: str) -> Names:
     """Names of a lab; MisuseError if the name does not fit host names and units."""
