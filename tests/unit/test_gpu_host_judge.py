@@ -76,9 +76,16 @@ def good() -> tuple[dict[str, Any], dict[str, Any]]:
         "nvcc": {"path": "/usr/local/cuda/bin/nvcc", "version": "13.0"},
         "compiler": {"path": "/usr/bin/cc", "version": "cc 13"},
         "pythons": [
-            {"version": "3.12", "full": "3.12.3", "path": "/usr/bin/python3.12", "venv": True, "headers": True}
+            {
+                "version": "3.12",
+                "full": "3.12.3",
+                "path": "/usr/bin/python3.12",
+                "venv": True,
+                "headers": True,
+                "system": True,
+            }
         ],
-        "platform": {"arch": "x86_64", "glibc": "2.39", "kernel": "6.8", "os": "ubuntu 24.04"},
+        "platform": {"arch": "x86_64", "glibc": "2.39", "kernel": "6.8", "os": "ubuntu 24.04", "apt": True},
         "systemd": {"version": 255, "running": True},
         "disk": {"path": "/opt", "free": 200 * GIB, "total": 900 * GIB},
         "current": None,
@@ -140,6 +147,9 @@ CPU = both(
     inventory(profile="cpu", instances=[{"name": "cpu0", "gpus": [], "port": 30000}]),
     on_gpu(nvidia_smi=None, gpus=[], driver=None, cuda_driver=None),
 )
+PYTHON = good()[1]["pythons"][0]
+NO_APT = host(platform={**good()[1]["platform"], "apt": False})
+NO_HEADERS = host(pythons=[{**PYTHON, "headers": False}])
 HYBRID = target(hybrid=True, model_type="qwen3_next")
 UNSAFE = {"speculative-ddtree-allow-hybrid-unsafe": True}
 
@@ -196,6 +206,10 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     ("secret-in-env", first(env={"HF_TOKEN": "hush"}), ["HF_TOKEN"]),
     ("model-path-bad", first(model_path="org/model"), ["model_path", "absolute"]),
     ("model-path-bad", first(draft_model_path=None), ["draft_model_path nothing"]),
+    ("path-hidden", first(model_path="/home/ann/target"), ["/home/ann/target", "/srv/models"]),
+    ("path-hidden", first(draft_model_path="/tmp/drafter"), ["/tmp/drafter"]),
+    ("parallel-size", first(args={"tp_size": 2}), ["tp-size 2", "1 GPUs"]),
+    ("parallel-size", first(args={"tensor-parallel-size": "two"}), ["two"]),
     ("waiver-unknown", inventory(waivers={"port-twice": "no"}), ["port-twice"]),
     ("waiver-unknown", inventory(waivers={"nvcc-old": ""}), ["nvcc-old without a reason"]),
     ("gpu-none", on_gpu(nvidia_smi=None, gpus=[]), ["host_vars/ct200.yml", "gpu_host_profile: cpu", "no nvidia-smi"]),
@@ -223,8 +237,9 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     ("systemd", host(systemd={"version": 247, "running": True}), ["247", "249"]),
     ("systemd", host(systemd={"version": 255, "running": False}), ["does not run"]),
     ("python-missing", host(pythons=[]), ["not found", "3.12 or 3.11"]),
-    ("compiler-missing", host(compiler=None), ["gcc"]),
-    ("python-headers-missing", host(pythons=[{**good()[1]["pythons"][0], "headers": False}]), ["python3.12-dev"]),
+    ("compiler-missing", both(host(compiler=None), NO_APT), ["gcc"]),
+    ("python-headers-missing", both(NO_HEADERS, NO_APT), ["python3.12-dev"]),
+    ("python-headers-missing", host(pythons=[{**PYTHON, "headers": False, "system": False}]), ["/usr/bin/python3.12"]),
     ("disk-low", host(disk={"path": "/opt", "free": 3 * GIB, "total": 9 * GIB}), ["/opt", "3.0 GiB", "12 GiB"]),
     ("disk-low-for-upgrade", host(current="abc", disk={"path": "/opt", "free": GIB, "total": GIB}), ["1.0 GiB"]),
     ("shm-low", host(shm={"free": 1, "total": GIB // 16}), ["0.06 GiB", "remount"]),
@@ -337,9 +352,21 @@ def test_the_same_port_on_another_address_is_free() -> None:
 
 @pytest.mark.parametrize("mode", ["baseline", "dflash"])
 def test_modes_without_a_tree_take_any_page_size_and_hybrid_targets(mode: str) -> None:
-    assert (
-        findings(both(lambda wanted, _: wanted["defaults"].update(mode=mode, args={"page-size": 16}), HYBRID)) == []
-    )
+    assert findings(both(lambda wanted, _: wanted["defaults"].update(mode=mode, args={"page-size": 16}), HYBRID)) == []
+
+
+def test_what_the_build_installs_is_no_finding() -> None:
+    assert findings(both(host(compiler=None), NO_HEADERS)) == []
+
+
+def test_parallel_sizes_that_fit() -> None:
+    wanted, facts = good()
+    wanted["instances"] = [
+        {"name": "all", "gpus": list(range(8)), "port": 30000, "args": {"tp": 8, "tp-size": 4, "pp-size": 2}}
+    ]
+    assert judge("ct200", wanted, facts)["ok"]
+    wanted["instances"][0]["args"] = {"tp-size": 8, "dp-size": 2, "enable-dp-attention": True}
+    assert judge("ct200", wanted, facts)["ok"]
 
 
 def test_baseline_needs_no_drafter() -> None:

@@ -208,14 +208,13 @@ def parse_proc_net_tcp(text: str) -> list[tuple[str, int, int]]:
 
 def _sockets_of_processes() -> dict[int, int]:
     owner: dict[int, int] = {}
-    for folder in Path("/proc").glob("[0-9]*/fd"):
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
         try:
-            targets = [str(link.readlink()) for link in folder.iterdir()]
+            target = str(link.readlink())
         except OSError:
-            continue  # the process ended, or it is not ours to see
-        for target in targets:
-            if target.startswith("socket:["):
-                owner[int(target[8:-1])] = int(folder.parent.name)
+            continue  # closed meanwhile, or not ours to see
+        if target.startswith("socket:["):
+            owner[int(target[8:-1])] = int(link.parts[2])
     return owner
 
 
@@ -270,8 +269,9 @@ PYTHON_PROBE = (
 
 
 def gather_pythons(versions: list[str]) -> list[Facts]:
-    """Interpreters of the wanted versions: `[{version, full, path, venv, headers}]`, /usr/bin before others."""
+    """Interpreters of the wanted versions: `[{version, full, path, venv, headers, system}]`, /usr/bin before others."""
     found: dict[str, Facts] = {}
+    system = os.path.realpath("/usr/bin/python3")  # what the distribution's python3-dev belongs to
     for name in [f"python{version}" for version in versions] + ["python3"]:
         for path in filter(None, (f"/usr/bin/{name}", which(name))):
             real = os.path.realpath(path)
@@ -279,7 +279,7 @@ def gather_pythons(versions: list[str]) -> list[Facts]:
                 continue
             status, out, _ = run([path, "-I", "-c", PYTHON_PROBE])
             if status == 0:
-                found[real] = {**json.loads(out), "path": path}
+                found[real] = {**json.loads(out), "path": path, "system": real == system}
     return [python for version in versions for python in found.values() if python["version"] == version]
 
 
@@ -312,7 +312,7 @@ def gather_compiler() -> Facts | None:
 
 
 def gather_platform() -> Facts:
-    """`{arch, glibc, kernel, os}`; glibc is None on another C library."""
+    """`{arch, glibc, kernel, os, apt}`; glibc is None on another C library."""
     library, version = platform.libc_ver()
     try:
         release = platform.freedesktop_os_release()
@@ -323,6 +323,7 @@ def gather_platform() -> Facts:
         "glibc": version if library == "glibc" else None,
         "kernel": platform.release(),
         "os": f"{release.get('ID', 'unknown')} {release.get('VERSION_ID', '')}".strip(),
+        "apt": which("apt-get") is not None,
     }
 
 

@@ -335,9 +335,9 @@ def python_missing(case: Case) -> Iterator[Hit]:
     needs_host=True,
 )
 def compiler_missing(case: Case) -> Iterator[Hit]:
-    """A C compiler on a GPU host."""
-    if _on_gpus(case) and not case.facts.get("compiler"):
-        yield Hit("the C compiler", "no cc, gcc or clang", "a C compiler", "apt-get install gcc libc6-dev")
+    """A C compiler on a GPU host; where apt is, the build installs one."""
+    if _on_gpus(case) and not case.facts.get("compiler") and not case.facts["platform"]["apt"]:
+        yield Hit("the C compiler", "no cc, gcc or clang", "a C compiler", "Install gcc and the C library's headers.")
 
 
 @rule(
@@ -347,14 +347,15 @@ def compiler_missing(case: Case) -> Iterator[Hit]:
     needs_host=True,
 )
 def python_headers_missing(case: Case) -> Iterator[Hit]:
-    """Python.h of the chosen interpreter on a GPU host."""
+    """Python.h of the chosen interpreter on a GPU host; the build installs python3-dev, which serves the system's own only."""
     python = next((one for one in case.facts["pythons"] if one["venv"]), None)
-    if _on_gpus(case) and python and not python["headers"]:
+    installed = case.facts["platform"]["apt"] and bool(python and python["system"])
+    if _on_gpus(case) and python and not python["headers"] and not installed:
         yield Hit(
             "Python.h",
             f"not installed for {python['path']}",
             f"the headers of Python {python['version']}",
-            f"apt-get install python{python['version']}-dev",
+            f"Install python{python['version']}-dev, or the like for this interpreter.",
         )
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -43,18 +44,27 @@ OWNED_FLAGS = {
     "port": "port",
     "model": "model_path",
     "model-path": "model_path",
+    "config": "args",
+    "base-gpu-id": "gpus",
     "speculative-algorithm": "mode",
     "speculative-draft-model-path": "draft_model_path",
+    "speculative-draft-model": "draft_model_path",
     "speculative-ddtree-budget": "budget",
     "speculative-ddtree-topk": "topk",
     "speculative-ddtree-spine": "spine",
     "speculative-ddtree-shadow-linear": "mode",
 }
+PARALLEL = {
+    "tp-size": ("tp-size", "tensor-parallel-size"),
+    "pp-size": ("pp-size", "pipeline-parallel-size"),
+    "dp-size": ("dp-size", "data-parallel-size"),
+}
+HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 - refused, not used
 OWNED_ENV = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 SECRET_FLAGS = ("api-key", "admin-api-key", "ssl-keyfile-password")
 SECRET_ENV = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL)S?$")
-# A unit's instance name without escapes; 64 keeps file names and log identifiers short.
-NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}\Z")
+# A unit's instance name without escapes; no dot, since NAME.baseline is the baseline of NAME.
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}\Z")
 HOST_NAME = re.compile(
     r"(?=.{1,253}\Z)([A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*\Z"
 )
@@ -174,7 +184,7 @@ def instance_name(case: Case) -> Iterator[Hit]:
     for at, instance in enumerate(case.instances):
         name = instance.get("name")
         if not isinstance(name, str) or not NAME.match(name):
-            expected = "small letters, digits, '.', '_' and '-', at most 64, first a letter or digit"
+            expected = "small letters, digits, '_' and '-', at most 64, first a letter or digit"
             yield Hit(
                 f"instance number {at + 1}",
                 f"name {_shown(name)}",
@@ -509,7 +519,7 @@ def secret_in_args(case: Case) -> Iterator[Hit]:
                 label(instance, at),
                 f"{name} under args",
                 "no secret in a command line",
-                f"Remove {name} from args in {case.where}; let a proxy before the engine check the key.",
+                f"Remove {name} from args in {case.where}; write the key into a file and name it as api_key_file.",
             )
 
 
