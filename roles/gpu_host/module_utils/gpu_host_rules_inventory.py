@@ -566,6 +566,54 @@ def model_path_bad(case: Case) -> Iterator[Hit]:
                 )
 
 
+@rule(
+    "path-hidden",
+    BLOCK,
+    "The unit sees no home folder and has its own /tmp (ProtectHome, PrivateTmp), so the engine would not find it.",
+    needs_host=False,
+)
+def path_hidden(case: Case) -> Iterator[Hit]:
+    """Models lie where a hardened unit can read them."""
+    for at, instance in enumerate(case.instances):
+        for key in ("model_path", "draft_model_path"):
+            path = instance.get(key)
+            if isinstance(path, str) and path.startswith(HIDDEN):
+                yield Hit(
+                    label(instance, at),
+                    f"{key} {path}",
+                    "a folder outside of home folders and /tmp, such as /srv/models",
+                    f"Move it on the host and correct {key} in {case.where}.",
+                )
+
+
+@rule(
+    "parallel-size",
+    BLOCK,
+    "The engine uses exactly as many GPUs as its parallel sizes multiply to; more or fewer fail at its start.",
+    needs_host=False,
+)
+def parallel_size(case: Case) -> Iterator[Hit]:
+    """tp-size x pp-size (x dp-size) written under args is the number of GPUs."""
+    for at, instance in enumerate(case.instances):
+        args, gpus = args_of(instance), instance.get("gpus")
+        given = {
+            size: args[name]
+            for size, names in PARALLEL.items()
+            for name in names
+            if name in args and not (size == "dp-size" and args.get("enable-dp-attention"))
+        }
+        if not given or not isinstance(gpus, list) or not gpus:
+            continue
+        told = " x ".join(f"{size} {value}" for size, value in given.items())
+        if not all(_whole(value) and value > 0 for value in given.values()) or math.prod(given.values()) != len(gpus):
+            yield Hit(
+                label(instance, at),
+                f"{told} on {len(gpus)} GPUs",
+                "sizes that multiply to the number of GPUs",
+                f"Make args and gpus of it agree in {case.where}.",
+            )
+
+
 @rule("waiver-unknown", BLOCK, "A waiver that names no check hides nothing and would be forgotten.", needs_host=False)
 def waiver_unknown(case: Case) -> Iterator[Hit]:
     """gpu_host_waivers names known checks of the host and gives a reason for each."""
