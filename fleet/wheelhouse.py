@@ -28,6 +28,7 @@ from fleet.engine import Engine
 
 SUMS = "SHA256SUMS"
 _TRIES = 5
+_PAUSE = 2.0  # seconds before the second try, doubled for each further one
 _CHUNK = 1 << 20
 
 
@@ -127,7 +128,7 @@ def fetch(url: str, target: Path, want: Wanted, progress: Progress) -> None:
     error: Exception | None = None
     for attempt in range(_TRIES):
         if attempt:
-            time.sleep(min(2.0**attempt, 10.0))  # the other side's time to recover, nothing here can be waited for
+            time.sleep(min(_PAUSE * 2 ** (attempt - 1), 10.0))  # the server's time to recover: nothing to wait on
         offset = part.stat().st_size if part.exists() else 0
         if offset >= want.size:
             part.unlink()
@@ -205,7 +206,6 @@ def fill(engine: Engine, folder: Path, pythons: Sequence[str], machines: Sequenc
     part = folder / f".{SUMS}.part"
     part.write_text(sums)
     part.replace(folder / SUMS)
-    print(
-        f"{folder}: {len(wanted)} files for Python {', '.join(pythons)} on {', '.join(machines)}; copy it to the host and set sglang_venv_wheelhouse"
-    )
+    print(f"{folder}: {len(wanted)} files for Python {', '.join(pythons)} on {', '.join(machines)}.")
+    print("Next: copy it to the host and set sglang_venv_wheelhouse to its path there.")
     return 0

@@ -288,10 +288,10 @@ def _check_wheelhouse(plan: Mapping[str, Any], options: Options, wanted: Mapping
         or (options.wheelhouse / row["name"]).stat().st_size != row["size"]
     ]
     if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        names = ", ".join(sorted(missing)[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise BuildError(
-            f"the wheelhouse {options.wheelhouse} lacks {', '.join(sorted(missing)[:5])}{more} (or holds them in another size); fill "
-            f"it with bin/lock {plan['engine']} --wheelhouse DIR (Python {plan['python']}, {plan['machine']}) and copy it again"
+            f"the wheelhouse {options.wheelhouse} lacks {names} (or holds them in another size); fill it with "
+            f"bin/lock {plan['engine']} --wheelhouse DIR (Python {plan['python']}, {plan['machine']}) and copy it again"
         )
 
 
