@@ -49,7 +49,7 @@ def detect(mountinfo: str) -> Layout:
         # A bind of a part of a hierarchy, as containers show it, is no root to work in.
         if fields[3] != "/" or not fields[4].startswith("/sys/fs/cgroup"):
             continue
-        if fstype == "cgroup2":
+        if fstype == "cgroup2" and Path(fields[4]) not in v2:
             v2.append(Path(fields[4]))
         elif fstype == "cgroup":
             v1[Path(fields[4])] = set(options.split(","))

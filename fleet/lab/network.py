@@ -219,5 +219,5 @@ def drop_netns_mount() -> None:
     """`ip netns add` mounts /run/netns onto itself and leaves that behind; take it away when nobody has a namespace."""
     folder = Path("/run/netns")
     if folder.is_dir() and not any(folder.iterdir()):
-        for point in mounts(folder):
-            run(["umount", point])
+        for _ in [m for m in mounts(folder) if m == folder]:
+            run(["umount", folder])

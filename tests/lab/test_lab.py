@@ -272,31 +272,43 @@ def test_labs_side_by_side_and_down_leaves_nothing(make_lab: MakeLab, pair: list
     side.down()  # nothing there is fine
 
 
-def test_the_last_lab_restores_the_machine(make_lab: MakeLab, tmp_path: Path) -> None:
-    """In an own network, mount and group view, so that other labs of this machine don't blur what is compared."""
-    lab = make_lab("alone")
-    script = tmp_path / "alone.sh"
-    script.write_text(
-        f"""set -e
-mount -t tmpfs none /run && ip link set lo up
-ip link add up0 type veth peer name up1 && ip link set up1 up && ip addr add 198.51.100.2/24 dev up0 && ip link set up0 up && ip route add default via 198.51.100.1
-state() {{ sysctl -n net.ipv4.ip_forward; ip -br link; nft list ruleset; ls /run/netns 2>/dev/null; grep -c . /proc/mounts; }}
-nft 'table ip other {{ chain closed {{ type filter hook forward priority 0; policy drop; }} }}'
-state > {tmp_path}/before
-{lab.repo}/bin/lab up 1 --lab {lab.name}
-nft list chain ip other closed > {tmp_path}/opened
-sysctl -n net.ipv4.ip_forward >> {tmp_path}/opened
-{lab.repo}/bin/lab down --lab {lab.name}
-state > {tmp_path}/after
+ALONE = """set -e
+if [ -d /run/netns ]; then umount -R /run/netns || true; fi
+mount -t tmpfs none /run; mkdir /run/groups
+mount --rbind /sys/fs/cgroup /run/groups; mount -t sysfs none /sys; mount --rbind /run/groups /sys/fs/cgroup
+echo 0 > /proc/sys/net/ipv4/ip_forward
+ip link set lo up; ip link add up0 mtu 1300 type veth peer name up1; ip link set up1 up
+ip addr add 198.51.100.2/24 dev up0; ip link set up0 up; ip route add default via 198.51.100.1
+nft -f - <<END
+table ip other {
+  chain closed { type filter hook forward priority 0; policy drop; }
+}
+END
+state() { cat /proc/sys/net/ipv4/ip_forward; ip -br link; nft list ruleset; ls /run/netns 2>/dev/null || true; }
+state > "$OUT/before"
+"$LAB_DOOR" up 1 --lab "$LAB_NAME"
+{ nft list chain ip other closed; ip link; cat /proc/sys/net/ipv4/ip_forward; } > "$OUT/up"
+"$LAB_DOOR" down --lab "$LAB_NAME"
+state > "$OUT/after"
 """
-    )
-    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
-    done = subprocess.run(["unshare", "--mount", "--net", "sh", str(script)], env=env, capture_output=True, text=True)
+
+
+def test_the_last_lab_restores_the_machine(make_lab: MakeLab, tmp_path: Path) -> None:
+    """In an own network and mount view, so that other labs of this machine don't blur what is compared."""
+    lab = make_lab("alone")
+    own = {"XDG_STATE_HOME": f"{tmp_path}/state", "OUT": str(tmp_path), "LAB_NAME": lab.name}
+    env = {**os.environ, **own, "LAB_DOOR": str(lab.repo / "bin/lab")}
+    argv = ["unshare", "--mount", "--net", "sh", "-c", ALONE]
+    done = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    opened = (tmp_path / "opened").read_text()
-    assert opened.count(f'"{lab_names(lab.name).bridge}" accept') == 2, "a forward chain that drops was not opened"
-    assert opened.splitlines()[-1] == "1"
-    assert (tmp_path / "after").read_text() == (tmp_path / "before").read_text()
+    up = (tmp_path / "up").read_text()
+    bridge = lab_names(lab.name).bridge
+    assert up.count(f'"{bridge}" accept') == 2, "another owner's chain that drops by default was not opened"
+    assert re.search(rf"{bridge}: .* mtu 1300 ", up), "the uplink's MTU was not taken over"
+    assert up.splitlines()[-1] == "1"
+    before = (tmp_path / "before").read_text()
+    assert before.splitlines()[0] == "0"
+    assert (tmp_path / "after").read_text() == before
 
 
 def test_interrupted_up_can_be_repeated_and_taken_down(make_lab: MakeLab) -> None:
