@@ -578,7 +578,7 @@ def _parser() -> argparse.ArgumentParser:
         if name == "apply":
             made.add_argument("--imports", action="store_true", help="import every patched module afterwards")
             made.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the imports")
-            made.add_argument("--timeout", type=float, default=300, help="seconds for the imports (default: 300)")
+            made.add_argument("--timeout", type=float, default=600, help="seconds for the imports (default: 600)")
             made.add_argument("--dry-run", action="store_true", help="check everything, write nothing")
     return parser
 

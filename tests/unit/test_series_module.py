@@ -33,9 +33,9 @@ def run(kit: Kit, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs the module as Ansible does, arguments in, JSON out; `warned` is the text of its warnings, wherever they go."""
     import ddtree_apply
 
-    def call(check: bool = False, **params: Any) -> dict[str, Any]:
+    def call(check: bool = False, diff: bool = True, **params: Any) -> dict[str, Any]:
         args = {"release": str(kit.release), "series": kit.load().pack(), "import_timeout": 60, **params}
-        args |= {"_ansible_check_mode": check, "_ansible_diff": True}
+        args |= {"_ansible_check_mode": check, "_ansible_diff": diff}
         with patch_module_args(args), pytest.raises(SystemExit):
             ddtree_apply.main()
         out, err = capsys.readouterr()
@@ -88,6 +88,7 @@ def test_check_mode_changes_nothing_and_predicts(kit: Kit, run: Run) -> None:
     assert (got["changed"], got["state"], got["was"]) == (True, "clean", "clean")
     assert got["diff"]["prepared"] == kit.load().diff_text()
     assert tree_hash(kit.release) == before
+    assert "diff" not in run(check=True, diff=False)
     run()
     assert run(check=True)["changed"] is False
 

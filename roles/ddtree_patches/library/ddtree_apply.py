@@ -117,6 +117,8 @@ def main() -> None:
         answer = answer_for(module.params, module.check_mode)
     except core.SeriesError as e:
         module.fail_json(msg=str(e))
+    if not module._diff:
+        answer.pop("diff", None)
     for text in answer.pop("warn", []):
         module.warn(text)
     module.exit_json(**answer)
