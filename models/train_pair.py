@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - the name everybody reads
+from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 END, MASK = "<|endoftext|>", "<|mask|>"
@@ -85,7 +85,7 @@ class Load:
 def load_for(size: Size, arch: str, smoke: bool) -> Load:
     """A load that fits one large GPU, or next to nothing for a smoke run."""
     if smoke:
-        return Load(4, 64, 4, 16, 64, 4, 4, 1.0)
+        return Load(4, 64, 4, 16, 40, 4, 4, 1.0)
     return Load(64 if arch == "dense" else 32, 1024, 768, 64, 512, 32, 32, size.corpus_mb)
 
 
