@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server arguments of the DDTREE speculative algorithm: flags, defaults, refusals.
+
+`server_args.py` carries only the fields and three calls into this module.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any, Optional
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.server_args import ServerArgs
+
+DEFAULT_BUDGET = 15
+DEFAULT_TOPK = 8
+DEFAULT_SPINE = 0
+
+TREE_ATTENTION_BACKENDS = ("triton",)
+"""Backends that verify with an ancestor mask over scattered KV slots."""
+
+_FLAGS = {
+    "speculative_ddtree_budget": "--speculative-ddtree-budget",
+    "speculative_ddtree_topk": "--speculative-ddtree-topk",
+    "speculative_ddtree_spine": "--speculative-ddtree-spine",
+    "speculative_ddtree_shadow_linear": "--speculative-ddtree-shadow-linear",
+    "speculative_ddtree_allow_hybrid_unsafe": "--speculative-ddtree-allow-hybrid-unsafe",
+}
+
+
+def add_ddtree_cli_args(parser: argparse.ArgumentParser) -> None:
+    """Add the DDTREE flags to SGLang's argument parser."""
+    parser.add_argument(
+        "--speculative-ddtree-budget",
+        type=int,
+        help=f"DDTREE only. Nodes of the draft tree without its root (default {DEFAULT_BUDGET}). "
+        "The target verifies budget + 1 tokens per request and step.",
+    )
+    parser.add_argument(
+        "--speculative-ddtree-topk",
+        type=int,
+        help=f"DDTREE only. Candidates per drafted position (default {DEFAULT_TOPK}). "
+        "1 drafts a chain.",
+    )
+    parser.add_argument(
+        "--speculative-ddtree-spine",
+        type=int,
+        help="DDTREE only. So many nodes of the drafter's greedy chain are always in the tree "
+        f"(default {DEFAULT_SPINE}).",
+    )
+    parser.add_argument(
+        "--speculative-ddtree-shadow-linear",
+        action="store_true",
+        help="DDTREE only. Build and measure the tree, but verify the greedy chain as DFLASH does.",
+    )
+    parser.add_argument(
+        "--speculative-ddtree-allow-hybrid-unsafe",
+        action="store_true",
+        help="DDTREE only, research only. Verify trees on models with recurrent layers although "
+        "the state of one branch leaks into its siblings: outputs are wrong.",
+    )
+
+
+def check_ddtree_args(args: ServerArgs) -> None:
+    """Refuse values that cannot work, before anything is loaded.
+
+    Raises:
+        ValueError: naming the flag, its value, what was expected and what to do.
+    """
+    if args.speculative_algorithm != "DDTREE":
+        given = [flag for name, flag in _FLAGS.items() if getattr(args, name) not in (None, False)]
+        if given:
+            raise ValueError(
+                f"{', '.join(given)} given with --speculative-algorithm {args.speculative_algorithm}: "
+                "these flags need --speculative-algorithm DDTREE."
+            )
+        return
+    _default(args, "speculative_ddtree_budget", DEFAULT_BUDGET, least=1)
+    _default(args, "speculative_ddtree_topk", DEFAULT_TOPK, least=1)
+    _default(args, "speculative_ddtree_spine", DEFAULT_SPINE, least=0)
+    if args.page_size not in (None, 1):
+        raise ValueError(
+            f"DDTREE needs --page-size 1, got {args.page_size}: an accepted path takes single KV "
+            "slots out of the tree. Leave --page-size out or set it to 1."
+        )
+    if args.enable_deterministic_inference:
+        raise ValueError(
+            "DDTREE does not support --enable-deterministic-inference: the verify batch is wider "
+            "than the kernels' fixed split. Drop one of the two."
+        )
+    if not args.speculative_ddtree_shadow_linear:
+        for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+            backend = getattr(args, name)
+            if backend is not None and backend not in TREE_ATTENTION_BACKENDS:
+                raise ValueError(
+                    f"DDTREE cannot verify trees with --{name.replace('_', '-')} {backend}. "
+                    f"Use --attention-backend {' or '.join(TREE_ATTENTION_BACKENDS)}."
+                )
+        if not args.speculative_ddtree_allow_hybrid_unsafe:
+            layers = recurrent_layers(args.get_model_config().hf_config)
+            if layers:
+                raise ValueError(hybrid_refusal(args.model_path, layers))
+    # A second pass over resolved arguments starts from the block size again.
+    if args.speculative_dflash_block_size is not None and args.speculative_num_draft_tokens == (
+        args.speculative_ddtree_budget + 1
+    ):
+        args.speculative_num_draft_tokens = None
+
+
+def apply_ddtree_args(args: ServerArgs) -> None:
+    """Size target and drafter apart, after DFLASH's own rules have set the block size.
+
+    `speculative_num_draft_tokens` is what the target verifies per request and
+    step; the worker gives the drafter a copy of the arguments with the block size.
+    `speculative_num_steps` tells the scheduler that a draft block takes as many
+    KV slots for a moment (EAGLE's meaning of topk * num_steps).
+    """
+    block_size = int(args.speculative_num_draft_tokens)
+    if block_size < 2:
+        raise ValueError(
+            f"DDTREE needs a drafter block of at least 2 tokens, got {block_size}: the first one is "
+            "the token that is already known. Check block_size in the drafter's config.json."
+        )
+    args.speculative_dflash_block_size = block_size
+    if args.speculative_ddtree_shadow_linear:
+        return
+    args.speculative_num_draft_tokens = args.speculative_ddtree_budget + 1
+    args.speculative_num_steps = block_size
+
+
+def validate_ddtree_request(req: Req, args: ServerArgs) -> Optional[str]:
+    """The reason why a request cannot be verified on a tree, or None.
+
+    What depends on the tokens before it changes from slot to slot of a tree;
+    applying one state to all slots would change the output.
+    """
+    if args.speculative_ddtree_shadow_linear:
+        return None
+    params = req.sampling_params
+    refused = [
+        name
+        for name, neutral in (
+            ("frequency_penalty", 0.0),
+            ("presence_penalty", 0.0),
+            ("repetition_penalty", 1.0),
+            ("min_new_tokens", 0),
+        )
+        if getattr(params, name) != neutral
+    ]
+    if req.custom_logit_processor is not None:
+        refused.append("custom_logit_processor")
+    if not refused:
+        return None
+    return (
+        f"DDTREE speculative decoding does not support {', '.join(refused)} yet: "
+        "its effect differs between the branches of a draft tree."
+    )
+
+
+def recurrent_layers(hf_config: Any) -> str:
+    """Say which recurrent layers a Hugging Face config declares; empty for attention only."""
+    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
+    recurrent = sorted({k for k in kinds if "attention" not in k or "linear" in k})
+    if recurrent:
+        return f"layer types {', '.join(recurrent)}"
+    for name in ("linear_num_value_heads", "linear_attn_config", "hybrid_override_pattern", "mamba_d_state"):
+        if getattr(text, name, None):
+            return f"config key {name}"
+    return ""
+
+
+def hybrid_refusal(model_path: str, layers: str) -> str:
+    """The one message for a hybrid target, at argument check and at start."""
+    return (
+        f"DDTREE cannot verify trees on {model_path}: it has recurrent layers ({layers}), and a branch "
+        "would leak its state into its siblings. Use --speculative-algorithm DFLASH or "
+        "--speculative-ddtree-shadow-linear for this model; "
+        "--speculative-ddtree-allow-hybrid-unsafe is for research and gives wrong outputs."
+    )
+
+
+def _default(args: ServerArgs, name: str, default: int, *, least: int) -> None:
+    value = getattr(args, name)
+    if value is None:
+        setattr(args, name, default)
+    elif value < least:
+        raise ValueError(f"{_FLAGS[name]} must be at least {least}, got {value} (default {default}).")

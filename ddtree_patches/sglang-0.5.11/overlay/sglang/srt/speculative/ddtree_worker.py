@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DDTREE worker: DFLASH's drafter, a best-first tree of its proposals, one verify pass over the tree.
+
+Extends `DFlashWorker`, which keeps the draft KV cache, the draft block and the
+feature hand-over. This module replaces what happens between the drafter's
+hidden states and the target's verify pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.ddtree_args import TREE_ATTENTION_BACKENDS, hybrid_refusal
+from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput
+from sglang.srt.speculative.ddtree_utils import DDTree, build_ddtree, merge_top_k
+from sglang.srt.speculative.dflash_worker import DFlashWorker
+
+logger = logging.getLogger(__name__)
+
+_TREE_BACKEND_CLASSES = {"triton": "TritonAttnBackend"}
+
+
+def metrics_interval() -> int:
+    """Verify steps between two `DDTREE metrics` lines."""
+    text = os.environ.get("SGLANG_DDTREE_METRICS_INTERVAL", "100")
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"SGLANG_DDTREE_METRICS_INTERVAL must be a whole number from 1 on, got {text!r}.")
+    return int(text)
+
+
+@dataclass
+class DDTreeMetrics:
+    """Sums over verified requests since start.
+
+    `in_tree` counts emitted tokens that the tree held: in tree mode these are
+    the accepted drafts, in shadow mode what the tree would have accepted of the
+    text that linear verification emitted (a lower bound, since a longer accepted
+    path would have gone on).
+    """
+
+    steps: int = 0
+    requests: int = 0
+    accepted: int = 0
+    nodes: int = 0
+    in_tree: int = 0
+
+    def line(self) -> str:
+        """The body of the `DDTREE metrics` log line."""
+        n = max(self.requests, 1)
+        return (
+            f"steps={self.steps} requests={self.requests} mean_accepted={self.accepted / n:.3f} "
+            f"tokens_per_step={self.accepted / n + 1:.3f} tree_nodes={self.nodes / n:.1f} "
+            f"mean_in_tree={self.in_tree / n:.3f}"
+        )
+
+
+class DDTreeWorker(DFlashWorker):
+    """DDTREE speculative decoding worker (spec-v1, page size 1)."""
+
+    def __init__(self, server_args: ServerArgs, *args: Any, **kwargs: Any):
+        # The drafter works on blocks whatever the tree's size: it gets its own copy of the arguments.
+        draft_args = deepcopy(server_args)
+        draft_args.speculative_num_draft_tokens = server_args.speculative_dflash_block_size
+        super().__init__(draft_args, *args, **kwargs)
+        self.server_args = server_args
+        self.budget = int(server_args.speculative_ddtree_budget)
+        self.topk = int(server_args.speculative_ddtree_topk)
+        self.spine = int(server_args.speculative_ddtree_spine)
+        self.shadow_linear = bool(server_args.speculative_ddtree_shadow_linear)
+        self.max_depth = self.block_size - 1
+        self.metrics = DDTreeMetrics()
+        self._metrics_interval = metrics_interval()
+        self._tree: Optional[DDTree] = None
+        self._verify_input: Optional[DDTreeVerifyInput] = None
+        if not self.shadow_linear:
+            self._refuse_what_cannot_verify_trees()
+            # Trees are sampled here, on every device; DFLASH's line about its own fallback would mislead.
+            self._warned_sampling_fallback = True
+            self._logged_first_verify = True
+        self._logged_first_tree = False
+        if self.tp_rank == 0:
+            logger.info(
+                "Initialized DDTREE draft runner. budget=%d, topk=%d, spine=%d, block_size=%d, draft_window_size=%s",
+                self.budget,
+                self.topk,
+                self.spine,
+                self.block_size,
+                self.draft_window_size,
+            )
+            if self.shadow_linear:
+                logger.info(
+                    "DDTREE shadow-linear mode is enabled. Trees are built and measured, verification is DFLASH's."
+                )
+
+    def _refuse_what_cannot_verify_trees(self) -> None:
+        backend = self.model_runner.attn_backend
+        while (inner := getattr(backend, "full_attn_backend", None) or getattr(backend, "decode_backend", None)) is not None:
+            backend = inner
+        allowed = [_TREE_BACKEND_CLASSES[name] for name in TREE_ATTENTION_BACKENDS]
+        if type(backend).__name__ not in allowed:
+            raise ValueError(
+                f"DDTREE cannot verify trees with the attention backend {type(backend).__name__}. "
+                f"Use --attention-backend {' or '.join(TREE_ATTENTION_BACKENDS)}."
+            )
+        window = self.model_runner.sliding_window_size
+        if window is not None and window > 0:
+            raise ValueError(
+                f"DDTREE cannot verify trees on {self.server_args.model_path}: its sliding window ({window}) "
+                "is counted in slots, and tree slots are not positions. Use --speculative-algorithm DFLASH."
+            )
+        if self.model_runner.mambaish_config is not None:
+            if not self.server_args.speculative_ddtree_allow_hybrid_unsafe:
+                layers = type(self.model_runner.mambaish_config).__name__
+                raise ValueError(hybrid_refusal(self.server_args.model_path, layers))
+            logger.warning(
+                "DDTREE runs on a hybrid model by --speculative-ddtree-allow-hybrid-unsafe: branches leak "
+                "recurrent state into their siblings, outputs are wrong. For research only."
+            )
+
+    def make_tree_verify_input(
+        self,
+        batch: ScheduleBatch,
+        *,
+        draft_hidden: torch.Tensor,
+        verified_ids: torch.Tensor,
+        lm_head: torch.nn.Module,
+    ) -> Optional[DDTreeVerifyInput]:
+        """Grow a tree per request from the drafter's hidden states.
+
+        Args:
+            draft_hidden: ``[bs, block_size, hidden]``; row 0 belongs to the known token.
+            verified_ids: int64 ``[bs]``, the known tokens: the roots.
+            lm_head: the target's vocabulary-parallel head.
+
+        Returns:
+            the verify input, or None in shadow mode: DFLASH's own linear input is used then.
+        """
+        bs = draft_hidden.shape[0]
+        log_probs, token_ids = self._top_k_log_probs(draft_hidden[:, 1:].flatten(0, 1), lm_head)
+        shape = (bs, self.max_depth, -1)
+        self._tree = build_ddtree(log_probs.view(shape), token_ids.view(shape), self.budget, spine=self.spine)
+        if self.shadow_linear:
+            return None
+        self._verify_input = DDTreeVerifyInput.from_tree(self._tree, verified_ids, batch.seq_lens, self.max_depth)
+        return self._verify_input
+
+    def _top_k_log_probs(self, hidden: torch.Tensor, lm_head: torch.nn.Module) -> Tuple[torch.Tensor, torch.Tensor]:
+        """The drafter's top-k over the whole vocabulary.
+
+        Each rank scores its shard and gives away k logits and one log-sum-exp per
+        row instead of its logits.
+
+        Args:
+            hidden: ``[n, hidden]``.
+
+        Returns:
+            log-probabilities float32 ``[n, k]`` and token ids int64 ``[n, k]``.
+        """
+        shard = lm_head.shard_indices
+        weight = lm_head.weight
+        hidden = hidden.to(weight.dtype)
+        # Rows of the local weight: base vocabulary, padding, added tokens, padding.
+        parts = [(0, int(shard.num_org_elements), int(shard.org_vocab_start_index))]
+        if int(shard.num_added_elements):
+            parts.append(
+                (int(shard.num_org_elements_padded), int(shard.num_added_elements), int(shard.added_vocab_start_index))
+            )
+        sums, tops, ids = [], [], []
+        for row, count, first_id in parts:
+            if count == 0:
+                continue
+            raw = torch.matmul(hidden, weight[row : row + count].T)
+            logits = raw.float()
+            if self.topk == 1:
+                # argmax, as DFLASH: on equal logits topk may name another token.
+                index = torch.argmax(raw, dim=-1, keepdim=True)
+                top = logits.gather(1, index)
+            else:
+                top, index = torch.topk(logits, min(self.topk, count), dim=-1)
+            sums.append(torch.logsumexp(logits, dim=-1))
+            tops.append(_pad_columns(top, self.topk, float("-inf")))
+            ids.append(_pad_columns(index + first_id, self.topk, 0))
+        n = hidden.shape[0]
+        if not sums:  # a rank whose shard is all padding
+            sums = [hidden.new_full((n,), float("-inf"), dtype=torch.float32)]
+            tops = [hidden.new_full((n, self.topk), float("-inf"), dtype=torch.float32)]
+            ids = [torch.zeros(n, self.topk, dtype=torch.int64, device=hidden.device)]
+        merged_top, merged_ids = torch.stack(tops), torch.stack(ids)
+        merged_sum = torch.stack(sums)
+        tp_group = get_tp_group()
+        if tp_group.world_size > 1:
+            if merged_sum.shape[0] > 1:  # base and added tokens of this rank first: ranks gather equal shapes
+                log_probs, local_ids = merge_top_k(merged_sum, merged_top, merged_ids, self.topk)
+                merged_sum = torch.logsumexp(merged_sum, dim=0, keepdim=True)
+                merged_top, merged_ids = (log_probs + merged_sum[0][:, None])[None], local_ids[None]
+            merged_sum = tp_group.all_gather(merged_sum.contiguous(), dim=0)
+            merged_top = tp_group.all_gather(merged_top.contiguous(), dim=0)
+            merged_ids = tp_group.all_gather(merged_ids.contiguous(), dim=0)
+        return merge_top_k(merged_sum, merged_top, merged_ids, self.topk)
+
+    def forward_batch_generation(self, batch: ScheduleBatch, **kwargs: Any) -> GenerationBatchResult:
+        """As `DFlashWorker.forward_batch_generation`, plus metrics and the first verify's log line."""
+        self._tree = None
+        result = super().forward_batch_generation(batch, **kwargs)
+        if self._tree is not None:
+            self._record(batch, result.num_accepted_drafts_per_req_cpu)
+        return result
+
+    def _record(self, batch: ScheduleBatch, accepted: List[int]) -> None:
+        metrics = self.metrics
+        metrics.steps += 1
+        metrics.requests += len(accepted)
+        metrics.accepted += sum(accepted)
+        if self.shadow_linear:
+            metrics.nodes += int(self._tree.num_nodes.sum()) - len(accepted)
+            metrics.in_tree += sum(self._emitted_in_tree(batch, accepted))
+        else:
+            metrics.nodes += sum(self._verify_input.nodes)
+            metrics.in_tree += sum(accepted)
+        if self.tp_rank != 0:
+            return
+        if not self._logged_first_tree:
+            if not self.shadow_linear:
+                logger.info("DDTREE verify completed. num_accepted_drafts_per_req=%s", accepted)
+            self._logged_first_tree = True
+            logger.info("DDTREE metrics %s", metrics.line())
+        elif metrics.steps % self._metrics_interval == 0:
+            logger.info("DDTREE metrics %s", metrics.line())
+
+    def _emitted_in_tree(self, batch: ScheduleBatch, accepted: List[int]) -> List[int]:
+        """How many of the tokens just emitted, bonus included, lie on one path of each request's tree."""
+        parents, tokens = self._tree.parents.tolist(), self._tree.token_ids.tolist()
+        depths = []
+        for req, drafts, request_parents, request_tokens in zip(batch.reqs, accepted, parents, tokens, strict=True):
+            child: Dict[Tuple[int, int], int] = {
+                (parent, token): slot for slot, (parent, token) in enumerate(zip(request_parents, request_tokens))
+            }
+            slot, depth = 0, 0
+            for token in req.output_ids[-(drafts + 1) :]:
+                if (slot := child.get((slot, token), -1)) < 0:
+                    break
+                depth += 1
+            depths.append(depth)
+        return depths
+
+    def _update_target_mamba_state_after_verify(
+        self, *, batch: ScheduleBatch, seq_lens_pre_verify: torch.Tensor, commit_lens: torch.Tensor
+    ) -> None:
+        """Research only (hybrid, unsafe): the state after a slot has seen every slot before it."""
+        if self.shadow_linear:
+            super()._update_target_mamba_state_after_verify(
+                batch=batch, seq_lens_pre_verify=seq_lens_pre_verify, commit_lens=commit_lens
+            )
+            return
+        self.model_runner.attn_backend.update_mamba_state_after_mtp_verify(
+            accepted_steps=batch.spec_info.last_slots,
+            mamba_track_indices=None,
+            mamba_steps_to_track=None,
+            model=self.model_runner.model,
+        )
+
+
+def _pad_columns(values: torch.Tensor, width: int, fill: float) -> torch.Tensor:
+    """``[n, m]`` to ``[n, width]``: a small vocabulary shard has fewer candidates than k."""
+    return torch.nn.functional.pad(values, (0, width - values.shape[1]), value=fill)
