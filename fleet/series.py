@@ -335,13 +335,16 @@ def refresh(engine: str, site: Path, root: Path = ROOT) -> bool:
         if get(path) is not None:
             raise SeriesError(f"{path}: the engine has this file; change it with a patch, or is {site} patched?")
         files[path] = {"before": None, "after": sha(source.read_bytes())}
+    rule = folder.manifest.get("superseded") or {}
+    if rule and core.has_upstream(rule, get(rule["path"])):
+        raise SeriesError(f"{engine} has it upstream: its {rule['path']} contains /{rule['pattern']}/ before any patch")
     skip = folder.manifest.get("imports_skip") or {}
     made = {
         "engine": engine,
         "distribution": distribution,
         "version": version,
         "common": folder.manifest.get("common") or {},
-        "superseded": folder.manifest.get("superseded") or {},
+        "superseded": rule,
         "imports_skip": skip,
         "patches": {name: sha(text.encode()) for name, text in folder.texts.items()},
         "files": dict(sorted(files.items())),

@@ -44,7 +44,7 @@ Bug: https://example.com/1
 Last-Update: 2026-11-29
 Kept: this is a test
 """
-SUPERSEDED = {"path": "demo/srt/args.py", "pattern": "'tree'", "bug": "https://example.com/1"}
+SUPERSEDED = {"path": "demo/srt/args.py", "pattern": "^    'tree',$", "bug": "https://example.com/1"}
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

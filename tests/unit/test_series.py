@@ -75,6 +75,15 @@ def test_refresh_refuses_a_patched_or_other_site_and_writes_nothing(kit: Kit) ->
     assert (kit.folder / "manifest.yml").read_bytes() == before
 
 
+def test_refresh_says_when_upstream_has_it(kit: Kit) -> None:
+    m = manifest(kit) | {"superseded": kit_of.SUPERSEDED | {"pattern": "^FLAGS = "}}
+    (kit.folder / "manifest.yml").write_text(yaml.safe_dump(m))
+    with pytest.raises(
+        core.SeriesError, match=r"demo-1\.0 has it upstream: its demo/srt/args\.py contains /\^FLAGS = /"
+    ):
+        series.refresh(ENGINE, kit.site, kit.root)
+
+
 def test_a_result_that_is_no_python_is_refused(kit: Kit) -> None:
     before = (kit.folder / "manifest.yml").read_bytes()
     worker = kit.folder / "overlay/demo/tree/worker.py"

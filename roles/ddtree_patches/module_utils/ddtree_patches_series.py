@@ -161,6 +161,11 @@ def installed_version(site: Path, distribution: str) -> str | None:
     return None
 
 
+def has_upstream(rule: Mapping[str, str], data: bytes | None) -> bool:
+    """Whether the content of the rule's file has its pattern; ^ and $ are ends of lines."""
+    return re.search(rule["pattern"], (data or b"").decode("utf-8", "replace"), re.M) is not None
+
+
 def _file_state(site: Path, path: str, want: FileHash) -> FileState:
     data = read(site, path)
     seen = None if data is None else _sha(data)
@@ -177,11 +182,9 @@ def inspect(site: Path, series: Series) -> Report:
         return Report("foreign", None, reason=f"{series.distribution} is not installed in {site}")
     if version != series.version:
         rule = series.superseded
-        if rule:
-            text = (read(site, rule["path"]) or b"").decode("utf-8", "replace")
-            if re.search(rule["pattern"], text):
-                reason = f"{series.distribution} {version} has it upstream: {rule['path']} contains /{rule['pattern']}/"
-                return Report("superseded", version, reason=reason)
+        if rule and has_upstream(rule, read(site, rule["path"])):
+            reason = f"{series.distribution} {version} has it upstream: {rule['path']} contains /{rule['pattern']}/"
+            return Report("superseded", version, reason=reason)
         reason = f"expected {series.distribution} {series.version}, observed {version}"
         return Report("foreign", version, reason=reason)
     files = tuple(_file_state(site, path, want) for path, want in sorted(series.files.items()))
