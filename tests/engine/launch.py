@@ -28,7 +28,7 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sglang-fleet"
-START_LIMIT = 300.0  # seconds; 20 to 40 on two idle cores
+START_LIMIT = 600.0  # seconds; 25 to 50 on two idle cores, minutes on crowded ones
 STOP_LIMIT = 20.0  # seconds until SIGKILL
 
 
@@ -110,15 +110,17 @@ class Engine:
         return json.loads(body) if body else None
 
     def post(self, path: str, body: Mapping[str, Any], timeout: float = 300.0) -> Any:
-        """POST JSON, return the JSON answer; an HTTP error is raised as EngineFailed with the server's words."""
+        """POST JSON; returns the JSON answer, or the text of one that is none. An HTTP error is raised as EngineFailed."""
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request, timeout=timeout) as answer:
-                return json.loads(answer.read() or b"null")
+                data = answer.read()
+                plain = answer.headers.get_content_type() != "application/json"
         except urllib.error.HTTPError as error:
             raise EngineFailed(f"POST {path}: {error.code} {error.read().decode(errors='replace')[:2000]}") from error
+        return data.decode() if plain or not data else json.loads(data)
 
     def generate(self, **body: Any) -> Any:
         """POST /generate; keyword `input_ids` or `text`, `sampling_params`, ..."""

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One real server per mode and session, one after the other; the tests of a mode run together.
+
+Without ddtree_patches/<engine>/series there is no patched engine to test: that fails, it is no reason to skip.
+`SGLANG_FLEET_TEST_PYTHON` names the Python of another engine venv to test instead of building one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine import cases, engine_venv
+from tests.engine.launch import Engine, serve
+
+HERE = Path(__file__).parent
+NANO = HERE.parents[1] / "models/nano"
+EOS = 17  # ".": an end of sequence that the model often writes in the middle of an accepted path
+DEPTH = 15  # drafted positions of the pair
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What is served. `hooks` is the mode's name for operators, `arm` its name in the offline walk."""
+
+    name: str
+    hooks: str
+    arm: str | None
+    args: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tree(self) -> bool:
+        return self.hooks == "ddtree"
+
+
+def _tree(budget: int, topk: int = 8) -> dict[str, Any]:
+    return {"speculative-algorithm": "DDTREE", "speculative-ddtree-budget": budget, "speculative-ddtree-topk": topk}
+
+
+ARMS = {"chain": (DEPTH, 1), "tree-7": (7, 8), "tree-15": (15, 8), "tree-31": (31, 8)}
+MODES = [
+    Mode("baseline", "baseline", None),
+    Mode("dflash", "dflash", "chain", {"speculative-algorithm": "DFLASH"}),
+    Mode("ddtree-shadow", "ddtree-shadow", "chain", _tree(15) | {"speculative-ddtree-shadow-linear": True}),
+    Mode("ddtree-chain", "ddtree", "chain", _tree(DEPTH, 1)),
+    Mode("ddtree-7", "ddtree", "tree-7", _tree(7)),
+    Mode("ddtree-15", "ddtree", "tree-15", _tree(15)),
+    Mode("ddtree-31", "ddtree", "tree-31", _tree(31)),
+]
+
+
+class Offline:
+    """A computation in the engine's Python beside the server: starts now, is waited for when its answer is needed."""
+
+    def __init__(self, python: Path, request: dict[str, Any]) -> None:
+        self.process = subprocess.Popen(
+            [python, HERE / "offline_walk.py"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "HF_HUB_OFFLINE": "1",
+                 "PYTHONPYCACHEPREFIX": str(engine_venv.CACHE / "pycache")},
+        )  # fmt: skip
+        self._said: tuple[str, str] = ("", "")
+        self._reader = threading.Thread(target=self._talk, args=(json.dumps(request),), daemon=True)
+        self._reader.start()
+
+    def _talk(self, request: str) -> None:
+        self._said = self.process.communicate(request)
+
+    @cached_property
+    def answer(self) -> dict[str, Any]:
+        self._reader.join()
+        assert self.process.returncode == 0, f"offline_walk.py failed:\n{self._said[1][-4000:]}"
+        return dict(json.loads(self._said[0]))
+
+
+@dataclass
+class Served:
+    """A running mode and what it answered so far."""
+
+    mode: Mode
+    engine: Engine
+    walk: cases.Walk
+
+    @cached_property
+    def alone(self) -> list[dict[str, Any]]:
+        """The plain requests, one after the other, on a cold cache (the first call of a mode)."""
+        return cases.ask(self.engine, cases.plain(self.walk), together=1)
+
+    @cached_property
+    def batch(self) -> list[dict[str, Any]]:
+        """The plain requests in batches of 8, again without their prompts in the cache."""
+        self.flush()
+        return cases.ask(self.engine, cases.plain(self.walk))
+
+    @cached_property
+    def endings(self) -> list[dict[str, Any]]:
+        walk = self.walk
+        chosen = cases.lengths(walk) + cases.stops(walk) + cases.ends(walk, EOS)
+        return cases.ask(self.engine, [case.body for case in chosen])
+
+    @cached_property
+    def mixed(self) -> list[dict[str, Any]]:
+        return cases.ask(self.engine, cases.mixed(self.walk))
+
+    def load(self) -> dict[str, Any]:
+        return dict(self.engine.get("/v1/loads?include=core")["loads"][0])
+
+    def idle(self, limit: float = 30.0) -> dict[str, Any]:
+        """Wait until nothing runs; return the load. Slots of finished requests are either free or in the radix cache."""
+        deadline = time.monotonic() + limit
+        while True:
+            load = self.load()
+            if load["num_running_reqs"] == 0 and load["num_waiting_reqs"] == 0:
+                return load
+            assert time.monotonic() < deadline, f"still busy after {limit:.0f} s: {load}"
+            time.sleep(0.05)
+
+    def flush(self) -> None:
+        """Empty the radix cache."""
+        self.idle()
+        self.engine.post("/flush_cache?timeout=30", {})
+
+
+@dataclass
+class Book:
+    """What modes have answered in this session, for comparison."""
+
+    answers: dict[str, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def take(self, served: Served) -> None:
+        if served.mode.name not in self.answers:
+            self.seconds[served.mode.name] = served.engine.start_seconds
+            self.answers[served.mode.name] = {
+                "alone": served.alone, "batch": served.batch, "endings": served.endings, "mixed": served.mixed,
+            }  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def engine_python() -> Path:
+    """Python of the patched engine."""
+    if given := os.environ.get("SGLANG_FLEET_TEST_PYTHON"):
+        return Path(given)
+    return engine_venv.build()
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled target with a second end-of-sequence token."""
+    folder = tmp_path_factory.mktemp("target")
+    shutil.copytree(NANO / "target", folder, dirs_exist_ok=True)
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(config | {"eos_token_id": [config["eos_token_id"], EOS]}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def offline(engine_python: Path) -> Offline:
+    lines = (NANO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:16]
+    return Offline(
+        engine_python,
+        {
+            "what": "walk", "target": str(NANO / "target"), "draft": str(NANO / "draft"), "new": cases.NEW, "arms": ARMS,
+            "prompts": [json.loads(line)["prompt"] for line in lines],
+        },
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def walk(offline: Offline) -> cases.Walk:
+    return cases.Walk(**offline.answer)
+
+
+@pytest.fixture(scope="session")
+def book() -> Book:
+    return Book()
+
+
+@pytest.fixture(scope="session")
+def start(
+    engine_python: Path, target: Path, offline: Offline, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    """Start a mode: `with start(mode) as engine`."""
+
+    def run(mode: Mode) -> Any:
+        args = {"model-path": target, **mode.args}
+        if mode.args:
+            args["speculative-draft-model-path"] = NANO / "draft"
+        return serve(engine_python, tmp_path_factory.mktemp(mode.name), args)
+
+    return run
+
+
+@pytest.fixture(scope="session", params=MODES, ids=lambda mode: mode.name)
+def served(
+    request: pytest.FixtureRequest, start: Any, book: Book, offline: Offline, record_testsuite_property: Any
+) -> Iterator[Served]:
+    """Every mode in turn. What it is compared with is asked first, in its own server where that is another mode."""
+    wanted: Mode = request.param
+    needed = {"baseline"} | ({"dflash"} if wanted.arm == "chain" else set())
+    for mode in MODES:
+        if mode.name in needed - {wanted.name} - set(book.answers):
+            with start(mode) as engine:
+                book.take(Served(mode, engine, cases.Walk(**offline.answer)))
+    with start(wanted) as engine:
+        served = Served(wanted, engine, cases.Walk(**offline.answer))
+        book.take(served)
+        record_testsuite_property(f"start-seconds-{wanted.name}", round(engine.start_seconds, 1))
+        yield served
+
+
+@pytest.fixture
+def reference(served: Served, book: Book) -> dict[str, list[dict[str, Any]]]:
+    """Baseline's answers."""
+    return book.answers["baseline"]
