@@ -165,6 +165,9 @@ def main() -> None:
         verdict = run.probe(host, params["hooks"], params["prompts"], {**params, "write": not module.check_mode})
     except (sh.SmokeError, ValueError) as error:
         module.fail_json(msg=f"{params['host']}: {error}")
+    if module.check_mode:  # what is there now may be what the run would put right
+        for line in judge.failures(verdict):
+            module.warn(f"before the change: {line}")
     module.exit_json(changed=False, failures=judge.failures(verdict), **verdict)
 
 
