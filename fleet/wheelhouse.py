@@ -99,7 +99,7 @@ class Progress:
 
     def __init__(self, total: int, files: int) -> None:
         self.total, self.files = total, files
-        self.done = self.finished = 0
+        self.done = self.finished = self.resumed = 0
         self.start = time.monotonic()
         self.last = 0.0
 
@@ -110,7 +110,7 @@ class Progress:
         if not force and now - self.last < (0.2 if live else 10.0):
             return
         self.last = now
-        rate = self.done / max(now - self.start, 1e-3)
+        rate = (self.done - self.resumed) / max(now - self.start, 1e-3)
         left = (self.total - self.done) / rate if rate > 0 else 0.0
         line = (
             f"{self.finished}/{self.files} files, {self.done / 1e6:.0f} of {self.total / 1e6:.0f} MB, "
@@ -137,6 +137,7 @@ def fetch(url: str, target: Path, want: Wanted, progress: Progress) -> None:
             with urllib.request.urlopen(_request(url, offset), timeout=60) as answer:  # noqa: S310
                 resumed = answer.status == 206 if hasattr(answer, "status") else False
                 with part.open("ab" if resumed else "wb") as handle:
+                    progress.resumed += handle.tell()
                     progress.add(handle.tell(), want.name)
                     while chunk := answer.read(_CHUNK):
                         handle.write(chunk)

@@ -23,8 +23,8 @@ if str(REPO) not in sys.path:
     sys.path.append(str(REPO))
 import_module("fleet")
 
-from ansible.module_utils.sglang_venv_lock import LockError  # noqa: E402
-from ansible.module_utils.sglang_venv_release import make_plan  # noqa: E402
+from ansible.module_utils.sglang_venv_lock import LockError
+from ansible.module_utils.sglang_venv_release import make_plan
 
 # Read here and of no use to the module.
 _OWN = ("engine", "engines", "uv_requirements", "machine", "profile", "series")

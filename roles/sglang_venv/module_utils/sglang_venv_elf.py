@@ -34,6 +34,7 @@ _DT_NULL, _DT_NEEDED, _DT_STRTAB, _DT_SYMTAB, _DT_STRSZ, _DT_SYMENT, _DT_SONAME,
     0, 1, 5, 6, 10, 11, 14, 4, 0x6FFFFEF5,
 )  # fmt: skip
 _EM_CUDA = 190
+_SHT_DYNSYM = 11
 
 
 class ElfError(ValueError):
@@ -118,7 +119,13 @@ def _undefined(data: mmap.mmap, tags: Mapping[int, int], place: Any, text: Any) 
 
 
 def _symbol_count(data: mmap.mmap, tags: Mapping[int, int], place: Any) -> int:
-    """Number of dynamic symbols, which ELF keeps only in its hash tables."""
+    """Number of dynamic symbols: by the section headers, or where those were stripped by the hash tables."""
+    offset = struct.unpack_from("<Q", data, 40)[0]
+    size, count = struct.unpack_from("<HH", data, 58)
+    for index in range(count if offset else 0):
+        _, kind, _, address, _, length, _, _, _, entry = struct.unpack_from("<IIQQQQIIQQ", data, offset + index * size)
+        if kind == _SHT_DYNSYM and address == tags[_DT_SYMTAB] and entry:
+            return int(length // entry)
     if _DT_HASH in tags:
         return int(struct.unpack_from("<II", data, place(tags[_DT_HASH]))[1])
     if _DT_GNU_HASH not in tags:
