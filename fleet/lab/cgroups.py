@@ -87,17 +87,20 @@ def create(layout: Layout, lab: str, host: str, memory: int | None) -> None:
                 for name in ("cpuset.cpus", "cpuset.mems"):
                     if not (group / name).read_text().strip():
                         (group / name).write_text((group.parent / name).read_text())
-    if not layout.memory:
+    _limit_memory(layout, layout.memory / PARENT / lab / host if layout.memory else None, host, memory)
+
+
+def _limit_memory(layout: Layout, group: Path | None, host: str, memory: int | None) -> None:
+    """Set the limit of a whole host. Without a memory controller only a host without a limit is possible."""
+    limit = group / ("memory.max" if layout.unified else "memory.limit_in_bytes") if group else None
+    if not group or not limit or not limit.exists():
         if memory:
             raise LabError(f"{host}: --memory needs the memory controller, which this machine's kernel does not offer")
         return
-    group = layout.memory / PARENT / lab / host
-    if layout.unified:
-        (group / "memory.max").write_text(str(memory or "max"))
-    else:
+    if not layout.unified:
         with contextlib.suppress(OSError):  # kernels that always account hierarchically refuse or lack it
             (group / "memory.use_hierarchy").write_text("1")
-        (group / "memory.limit_in_bytes").write_text(str(memory or -1))
+    limit.write_text(str(memory or ("max" if layout.unified else -1)))
 
 
 def _hand_down(group: Path) -> None:

@@ -87,11 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MisuseError as e:
         say(f"error: {e}")
         return 2
-    except LabError as e:
-        say(f"error: {e}")
-        return 1
     except BrokenPipeError:  # whoever read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (LabError, OSError) as e:
+        say(f"error: {e}")
         return 1
     except KeyboardInterrupt:
         say(f"interrupted; repeat the call, or take everything away with: bin/lab down --lab {args.lab}")

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from fleet.lab.client import LabClient, LabHost
+from fleet.lab.client import REPO, LabClient, LabHost
+from fleet.lab.labs import all_labs
+from fleet.lab.settings import settings
 
 FreshHosts = Callable[..., list[LabHost]]
 
@@ -27,6 +30,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def make_lab() -> Iterator[Callable[[str], LabClient]]:
     """Gives a lab by a word of the test's choice; nothing boots before it is asked to. All are taken down at the end."""
     made: dict[str, LabClient] = {}
+    # what a run that was killed could not take down
+    for name in all_labs(settings(os.environ, REPO)):
+        pid = re.match(r"t(\d+)-", name)
+        if pid and not Path(f"/proc/{pid[1]}").exists():
+            LabClient(name).call("down")
 
     def make(word: str) -> LabClient:
         return made.setdefault(word, LabClient(f"t{os.getpid()}-{word}"))

@@ -311,6 +311,25 @@ def test_the_last_lab_restores_the_machine(make_lab: MakeLab, tmp_path: Path) ->
     assert (tmp_path / "after").read_text() == before
 
 
+def test_machine_with_version_2_groups_only(make_lab: MakeLab) -> None:
+    """What a usual Debian or Ubuntu has. Controllers stay with the other hierarchies here, so limits are not shown."""
+    if cgroups.machine_layout().unified:
+        pytest.skip("this machine has version 2 only: every test shows it")
+    lab = make_lab("two")
+    door = f"{lab.repo}/bin/lab"
+    steps = [["up", "1"], ["crash", "h1"], ["start", "h1"], ["stop", "h1"], ["start", "h1"]]
+    script = "set -e; umount -R /sys/fs/cgroup; mount -t cgroup2 none /sys/fs/cgroup\n"
+    script += "".join(f"{door} {words[0]} --lab {lab.name} {words[1]}\n" for words in steps)
+    script += f"{door} ssh --lab {lab.name} h1 'systemctl is-system-running; grep cgroup /proc/mounts'\n"
+    script += f"! {door} up h2 --memory 1G --lab {lab.name}; {door} down --lab {lab.name}"
+    argv = ["unshare", "--mount", "sh", "-c", script]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "running\ncgroup /sys/fs/cgroup cgroup2 rw" in done.stdout
+    assert "--memory needs the memory controller" in done.stderr
+    assert not any(traces(lab).values()), traces(lab)
+
+
 def test_interrupted_up_can_be_repeated_and_taken_down(make_lab: MakeLab) -> None:
     lab = make_lab("broken")
     names = lab_names(lab.name)
