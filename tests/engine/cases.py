@@ -64,7 +64,12 @@ def plain(walk: Walk) -> list[dict[str, Any]]:
 def lengths(walk: Walk) -> list[Case]:
     """Answers of 1, 2, 3 .. tokens."""
     return [
-        Case(f"length-{prompt}-{count}", body(walk.prompts[prompt], ignore_eos=True, max_new_tokens=count), prompt, count - 1)
+        Case(
+            f"length-{prompt}-{count}",
+            body(walk.prompts[prompt], ignore_eos=True, max_new_tokens=count),
+            prompt,
+            count - 1,
+        )
         for prompt in (0, 1)
         for count in range(1, 19)
     ]
@@ -97,7 +102,16 @@ def ends(walk: Walk, eos: int) -> list[Case]:
 def mixed(walk: Walk) -> list[dict[str, Any]]:
     """Requests of very different lengths: 1 to some hundred prompt tokens, 3 to 100 new ones."""
     ids = walk.prompts
-    prompts = [ids[8][:1], ids[9], ids[10] + ids[11] + ids[12], ids[13][:17], ids[14] + ids[15], ids[3][:5], ids[2], ids[1] * 3]
+    prompts = [
+        ids[8][:1],
+        ids[9],
+        ids[10] + ids[11] + ids[12],
+        ids[13][:17],
+        ids[14] + ids[15],
+        ids[3][:5],
+        ids[2],
+        ids[1] * 3,
+    ]
     counts = [100, 3, 40, 64, 7, 90, 1, 33]
     return [body(p, ignore_eos=True, max_new_tokens=n) for p, n in zip(prompts, counts, strict=True)]
 

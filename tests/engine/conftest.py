@@ -60,6 +60,25 @@ MODES = [
 ]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "modes(name, ..): run only in these served modes")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Drop what a test's `modes` marker does not name, before pytest groups the tests by server."""
+
+    def wanted(item: pytest.Item) -> bool:
+        marker = item.get_closest_marker("modes")
+        call = getattr(item, "callspec", None)
+        return marker is None or call is None or call.params["served"].name in marker.args
+
+    dropped = [item for item in items if not wanted(item)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if wanted(item)]
+
+
 class Offline:
     """A computation in the engine's Python beside the server: starts now, is waited for when its answer is needed."""
 
@@ -189,14 +208,12 @@ def book() -> Book:
 
 
 @pytest.fixture(scope="session")
-def start(
-    engine_python: Path, target: Path, offline: Offline, tmp_path_factory: pytest.TempPathFactory
-) -> Any:
+def start(engine_python: Path, target: Path, offline: Offline, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Start a mode: `with start(mode) as engine`."""
 
     def run(mode: Mode) -> Any:
-        args = {"model-path": target, **mode.args}
-        if mode.args:
+        args = {"model-path": target, "max-running-requests": 32, **mode.args}
+        if mode.arm:
             args["speculative-draft-model-path"] = NANO / "draft"
         return serve(engine_python, tmp_path_factory.mktemp(mode.name), args)
 

@@ -20,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -138,10 +138,8 @@ def _group_alive(group: int) -> bool:
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """End the server and everything it started: ask the leader, then kill the group; returns when it is empty."""
     for kill, sign in ((os.kill, signal.SIGTERM), (os.killpg, signal.SIGKILL)):
-        try:
+        with suppress(ProcessLookupError):
             kill(process.pid, sign)
-        except ProcessLookupError:
-            pass
         deadline = time.monotonic() + STOP_LIMIT
         while time.monotonic() < deadline:
             process.poll()  # reap, else the leader stays in its group

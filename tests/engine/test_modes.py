@@ -51,17 +51,15 @@ def test_steps_are_the_offline_walks(served: Served, how: str) -> None:
         assert meta["spec_accept_length"] == pytest.approx(meta["completion_tokens"] / steps)
 
 
+@pytest.mark.modes("ddtree-7", "ddtree-15", "ddtree-31")
 def test_tree_takes_fewer_steps_than_chain(served: Served) -> None:
-    if not served.mode.tree or served.mode.arm == "chain":
-        pytest.skip("only for trees that branch")
     chain = sum(served.walk.steps("chain"))
     assert sum(_steps(served.alone)) < 0.9 * chain
 
 
+@pytest.mark.modes("ddtree-shadow", "ddtree-chain")
 def test_chain_is_dflash(served: Served, book: Book) -> None:
     """A tree without branches, and the shadow, do exactly what DFLASH does, request by request."""
-    if served.mode.arm != "chain":
-        pytest.skip("only for modes that verify a chain")
     for how in ("alone", "batch", "endings", "mixed"):
         ours, theirs = book.answers[served.mode.name][how], book.answers["dflash"][how]
         for ours_one, theirs_one in zip(ours, theirs, strict=True):
@@ -117,7 +115,9 @@ def test_radix_cache_hit(served: Served) -> None:
 def _stream_until(served: Served, body: dict[str, Any], tokens: int, reached: threading.Event) -> dict[str, Any]:
     """Read a streamed answer to its end; sets `reached` when `tokens` tokens are there. Returns the last message."""
     request = urllib.request.Request(
-        served.engine.url + "/generate", json.dumps(body | {"stream": True}).encode(), {"content-type": "application/json"}
+        served.engine.url + "/generate",
+        json.dumps(body | {"stream": True}).encode(),
+        {"content-type": "application/json"},
     )
     last: dict[str, Any] = {}
     with urllib.request.urlopen(request, timeout=120) as answer:

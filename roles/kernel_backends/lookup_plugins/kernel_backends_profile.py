@@ -73,8 +73,10 @@ def _table(data: dict[str, Any], section: str, key: str, pattern: re.Pattern[str
     table: dict[str, Any] = {}
     for row in data.get(section, []):
         name = str(row.get(key, ""))
-        place = f"{where}: {section}: {name or row!r}"
-        _need(set(row) == {key, "value", "why", "source", "date"}, place, f"needs exactly {key}, value, why, source, date")
+        place = f"{where}: {section}: {name or repr(row)}"
+        _need(
+            set(row) == {key, "value", "why", "source", "date"}, place, f"needs exactly {key}, value, why, source, date"
+        )
         _need(pattern.match(name), place, f"is no valid {key}")
         _need(name not in table, place, "appears twice")
         _need(str(row["value"]).lower() != "auto", place, "is auto; a profile names its choice")

@@ -102,7 +102,9 @@ def register() -> None:
     import torch
 
     if torch.cuda.is_available():
-        raise _stop("a CUDA device is visible; start the engine with CUDA_VISIBLE_DEVICES= or use the profile of the GPU")
+        raise _stop(
+            "a CUDA device is visible; start the engine with CUDA_VISIBLE_DEVICES= or use the profile of the GPU"
+        )
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise _stop("TRITON_INTERPRET=1 is missing; without it Triton's kernels need a GPU")
     for part in (_kernels, _embeddings, _autotuner):

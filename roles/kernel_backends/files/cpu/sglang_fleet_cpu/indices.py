@@ -69,3 +69,4 @@ TWINS: dict[str, Twin] = {
     "sglang.srt.layers.attention.utils.create_flashinfer_kv_indices_triton": Twin(_kv_indices),
     "sglang.srt.speculative.spec_utils.assign_req_to_token_pool": Twin(_assign_slots),
 }
+TWINS_BY_NAME = {path.rsplit(".", 1)[1]: twin for path, twin in TWINS.items()}

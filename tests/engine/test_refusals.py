@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments that cannot work are refused before a model is loaded, with one message that says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine import engine_venv, launch
+from tests.engine.conftest import NANO, Mode
+
+# What makes a model hybrid is in its config; these are the keys of a Qwen3-Next with tiny sizes of our own.
+HYBRID = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 1024, "hidden_size": 128,
+    "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "decoder_sparse_step": 1,
+    "norm_topk_prob": True, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25, "hidden_act": "silu", "dtype": "bfloat16", "eos_token_id": 0,
+}  # fmt: skip
+
+TREE: dict[str, Any] = {"speculative-algorithm": "DDTREE", "speculative-draft-model-path": str(NANO / "draft")}
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "budget 0": ({**TREE, "speculative-ddtree-budget": 0}, ["--speculative-ddtree-budget", "at least 1", "got 0"]),
+    "topk 0": ({**TREE, "speculative-ddtree-topk": 0}, ["--speculative-ddtree-topk", "at least 1", "got 0"]),
+    "spine -1": ({**TREE, "speculative-ddtree-spine": -1}, ["--speculative-ddtree-spine", "at least 0", "got -1"]),
+    "page size 16": ({**TREE, "page-size": 16}, ["--page-size 1", "got 16"]),
+    "backend": ({**TREE, "attention-backend": "torch_native"}, ["--attention-backend torch_native", "triton"]),
+    "no drafter": ({"speculative-algorithm": "DDTREE"}, ["--speculative-draft-model-path"]),
+    "flag without algorithm": (
+        {"speculative-ddtree-budget": 7},
+        ["--speculative-ddtree-budget", "--speculative-algorithm DDTREE"],
+    ),
+    "hybrid": ({**TREE, "model-path": "HYBRID"}, ["recurrent", "--speculative-ddtree-allow-hybrid-unsafe"]),
+    "good": (TREE, []),
+    "good, all flags": (
+        {**TREE, "speculative-ddtree-budget": 31, "speculative-ddtree-topk": 4, "speculative-ddtree-spine": 6},
+        [],
+    ),
+}
+
+SCRIPT = """
+import json, sys
+from sglang.srt.server_args import prepare_server_args
+said = {}
+for name, words in json.load(sys.stdin).items():
+    try:
+        prepare_server_args(words)
+        said[name] = None
+    except Exception as error:
+        said[name] = f"{type(error).__name__}: {error}"
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hybrid target without weights: it has to be refused by its config alone."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    (folder / "config.json").write_text(json.dumps(HYBRID))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def said(engine_python: Path, hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    """What the engine says to each case; one process, since its imports take seconds."""
+    profile, env = launch.lay_out(tmp_path_factory.mktemp("release"))
+    wanted = {}
+    for name, (args, _) in CASES.items():
+        model = {"model-path": str(hybrid) if args.get("model-path") == "HYBRID" else str(NANO / "target")}
+        wanted[name] = launch.flags({**profile, **args, **model})
+    base = {
+        "PATH": os.environ["PATH"],
+        "HOME": os.environ["HOME"],
+        "PYTHONPYCACHEPREFIX": str(engine_venv.CACHE / "pycache"),
+    }
+    done = subprocess.run(
+        [engine_python, "-c", SCRIPT], input=json.dumps(wanted), env=base | env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_arguments(said: dict[str, str | None], case: str) -> None:
+    words = CASES[case][1]
+    answer = said[case]
+    if not words:
+        assert answer is None
+        return
+    assert answer is not None, "was taken"
+    assert [word for word in words if word not in answer] == [], answer
+    assert answer.startswith("ValueError: ")
+
+
+def test_server_does_not_start(start: Any, hybrid: Path) -> None:
+    """The real door: the process ends by itself, and its last line is the reason."""
+    mode = Mode("refused", "ddtree", None, {**TREE, "model-path": str(hybrid)})
+    with pytest.raises(launch.EngineFailed, match="engine ended with 1 before it was ready") as failure, start(mode):
+        pass
+    last = [line for line in str(failure.value).splitlines() if line.strip()][-1]
+    assert last.startswith("ValueError: DDTREE cannot verify trees on ")
+    assert str(hybrid) in last
