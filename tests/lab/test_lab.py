@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,7 +98,15 @@ def test_hosts_are_real(pair: list[LabHost]) -> None:
 
 
 def test_ansible_reaches_them_with_host_keys_checked(pair: list[LabHost]) -> None:
-    argv = ["ansible", "-i", str(pair[0].inventory), ",".join(h.name for h in pair), "-m", "ansible.builtin.ping", "-o"]
+    argv = [
+        str(Path(sys.executable).with_name("ansible")),
+        "-i",
+        str(pair[0].inventory),
+        ",".join(h.name for h in pair),
+        "-m",
+        "ansible.builtin.ping",
+        "-o",
+    ]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("SUCCESS") == 2
