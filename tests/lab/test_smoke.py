@@ -231,7 +231,7 @@ def inventory(host: LabHost, tmp_path: Path, **given: Any) -> Path:
     """The lab's inventory with one host and other connection variables."""
     lab = yaml.safe_load(host.inventory.read_text())["lab"]
     variables = {**lab["vars"], "ansible_host": host.address, **given}
-    path = tmp_path / "hosts.yml"
+    path = tmp_path / f"hosts-{len(list(tmp_path.iterdir()))}.yml"
     path.write_text(yaml.safe_dump({"lab": {"hosts": {host.name: variables}}}))
     return path
 

@@ -98,6 +98,7 @@ def main() -> None:
     params = module.params
     host, prompts = sh.Host(), params["prompts"][: params["requests"]]
     try:
+        sh.require_root()
         deployment = host.deployment()
         wanted, current = params["release"], (deployment or {}).get("release")
         if deployment is None or (wanted and wanted != current):

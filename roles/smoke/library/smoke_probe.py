@@ -159,6 +159,7 @@ def main() -> None:
     params = module.params
     host = sh.Host()
     try:
+        sh.require_root()
         if module.check_mode and host.deployment() is None:
             said = f"would probe the instances with {params['requests']} requests each, once there is a deployment"
             module.exit_json(changed=False, ok=True, predicted=said, failures=[])

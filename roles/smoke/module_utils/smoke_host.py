@@ -40,6 +40,12 @@ class SmokeError(Exception):
     """Something the operator has to put right; the text names the thing, the expected state and the next step."""
 
 
+def require_root() -> None:
+    """Raises SmokeError for any other user: what it reads (units, journal, keys) is root's."""
+    if os.geteuid() != 0:
+        raise SmokeError(f"this needs root on the host, not uid {os.geteuid()}; set ansible_become: true for it")
+
+
 class Host:
     """The machine that the instances run on."""
 

@@ -289,6 +289,7 @@ def _judge_journal(
 def main(payload: Mapping[str, Any]) -> None:
     """Entry for `bin/smoke`: print the verdict after a mark, as the login shell may print lines of its own."""
     try:
+        sh.require_root()
         result = probe(sh.Host(), payload["hooks"], payload["prompts"], payload["settings"])
     except sh.SmokeError as error:
         sys.exit(f"smoke: {error}")
