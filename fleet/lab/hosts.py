@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from fleet.lab.shell import LabError, mounts, run, until, write
 
 STOP_SECONDS = 60
 BOOT_SECONDS = 120
+START_SECONDS = 5
 
 
 @dataclass(frozen=True)
@@ -283,18 +285,18 @@ def banner(host: Host) -> bool:
 
 def wait_ssh(host: Host) -> None:
     """Wait for sshd. LabError with the console's last lines if the host dies or does not answer."""
-    dead = 0
+    seen = time.monotonic()
 
-    def answered() -> bool:
-        nonlocal dead
-        if banner(host):
-            return True
-        dead = 0 if cgroups.processes(host.layout, host.names.lab, host.name) else dead + 1
-        return dead > 20
+    def died() -> bool:
+        """Whether the host has had no process for a while; a busy machine takes its time to start the first."""
+        nonlocal seen
+        if cgroups.processes(host.layout, host.names.lab, host.name):
+            seen = time.monotonic()
+        return time.monotonic() - seen > START_SECONDS
 
-    if not until(answered, BOOT_SECONDS, 0.05) or dead > 20:
+    if not until(lambda: banner(host) or died(), BOOT_SECONDS, 0.05) or died():
         tail = "\n  ".join(host.console.read_text(errors="replace").splitlines()[-8:]) if host.console.exists() else ""
-        what = "ended while booting" if dead > 20 else f"did not answer SSH within {BOOT_SECONDS} s"
+        what = "ended while booting" if died() else f"did not answer SSH within {BOOT_SECONDS} s"
         raise LabError(f"{host.name}: {what}; its console says:\n  {tail or '(nothing)'}")
 
 

@@ -27,6 +27,7 @@ UV_SYSTEM_CERTS UV_HTTP_TIMEOUT UV_HTTP_RETRIES UV_CONFIG_FILE UV_PYTHON_INSTALL
 VARIABLES = tuple(_VARIABLES.split())
 BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 LOCAL_CERTS = Path("/usr/local/share/ca-certificates")
+_FILE_KEYS = {"cert", "client-cert", "constraint", "constraints", "build-constraint", "build-constraints"}
 _PACKAGE_KEYS = {"find-links", "index-url", "extra-index-url", "index", "default-index", "url"}
 _APT = re.compile(
     r"^(Acquire::(?:(?:https?|ftp)(?:::[\w.-]+)?::(?:Proxy|CaInfo|CaPath|Verify-Peer|Verify-Host|Timeout)(?:::[\w.-]+)?"
@@ -148,9 +149,13 @@ def look(env: Mapping[str, str], home: Path, apt_dump: str) -> Machine:
     packages += [w for k, w in words if re.search("index|find_links", k)]
     proxies = [w for k, w in words if k.endswith("_proxy") and k != "no_proxy"] + [w for k, w in values if k == "proxy"]
     # Files that the configuration names: certificate bundles, constraints.
-    for _, word in [*words, *values]:
+    for word in [w for _, w in words] + [w for k, w in values if k in _FILE_KEYS]:
         if word.startswith("/") and Path(word).is_file():
             files.setdefault(Path(word), Path(word))
+    folders = {f for f in map(package_folder, packages) if f}
+    certs = Path(environment.get("SSL_CERT_DIR", BUNDLE.parent))
+    if certs.is_dir() and certs != BUNDLE.parent:
+        folders.add(certs)
     for cert in LOCAL_CERTS.rglob("*.crt"):
         files.setdefault(cert, cert)
     if BUNDLE.is_file():
@@ -167,7 +172,7 @@ def look(env: Mapping[str, str], home: Path, apt_dump: str) -> Machine:
         environment=environment,
         nameservers=servers,
         files=files,
-        binds=tuple(sorted({f for f in map(package_folder, packages) if f})),
+        binds=tuple(sorted(folders)),
         ports=tuple(sorted({p for p in map(url_port, [*packages, *proxies, *_apt_proxies(apt_dump)]) if p})),
         apt_options=tuple(apt_options(apt_dump)),
         warnings=tuple(warnings),

@@ -253,6 +253,16 @@ def test_limits_are_real(fresh_hosts: Callable[..., list[LabHost]]) -> None:
     assert (row["memory_limit_bytes"], row["disk_limit_bytes"]) == (400 << 20, 64 << 20)
 
 
+def test_a_host_that_can_not_boot_shows_its_console(fresh_host: LabHost) -> None:
+    fresh_host.ssh("printf '#!/bin/sh\\necho out of order\\nexit 1\\n' > /usr/sbin/lab-init")
+    fresh_host.stop()
+    failed = fresh_host.lab.call("start", fresh_host.name, check=False)
+    assert failed.returncode == 1
+    assert f"{fresh_host.name}: ended while booting" in failed.stderr
+    assert "out of order" in failed.stderr
+    assert "out of order" in fresh_host.lab.call("console", fresh_host.name).stdout
+
+
 def test_binds(fresh_hosts: Callable[..., list[LabHost]], tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/file").write_text("seen")
