@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fleet import smoke
 from fleet.console import Progress, last_lines, run_logged
 from fleet.importer import ROOT
 
@@ -117,7 +118,7 @@ class Quickstart:
     def __init__(self, lab: str, progress: Progress) -> None:
         self.lab, self.progress = lab, progress
         self.host = f"{lab}-h1"
-        self.inventory = ["-i", "inventory/hosts.yml", "-i", f"inventory/lab/{lab}/hosts.yml"]
+        self.inventory = ["-i", f"inventory/lab/{lab}/hosts.yml"]
         self.log = ROOT / "logs" / f"quickstart-{time.strftime('%Y%m%dT%H%M%S')}.log"
         self.view = PlayView(progress)
 
@@ -148,25 +149,13 @@ class Quickstart:
             file.write(f"$ {' '.join(argv)}\n{done.stdout}")
         if done.returncode not in (0, 1):
             raise PhaseError(f"smoke: bin/smoke exited {done.returncode}; its message is above")
-        verdict: dict[str, Any] = json.loads(done.stdout)
-        return verdict
+        return dict(json.loads(done.stdout)[0])
 
     def _run(self, phase: str, argv: list[str], on_line: Any, on_wait: Any, env: dict[str, str] | None = None) -> None:
         code = run_logged(argv, self.log, on_line, on_wait, env)
         if code:
             self.progress.say("\n".join(["", *last_lines(self.log, 40), ""]))
             raise PhaseError(f"{phase}: {' '.join(argv)} exited {code}; the lines above are the end of {self.log}")
-
-
-def show(verdict: dict[str, Any], progress: Progress) -> None:
-    """One line a check; what failed says why and what to do."""
-    for check in verdict["checks"]:
-        where = f"{check['instance']}: " if check.get("instance") else ""
-        progress.say(f"  {'ok  ' if check['ok'] else 'FAIL'}  {where}{check['id']}: {check['observed']}")
-        if not check["ok"]:
-            progress.say(
-                f"        expected {check['expected']}\n        why: {check['why']}\n        fix: {check['fix']}"
-            )
 
 
 def run(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -195,7 +184,7 @@ def close(args: argparse.Namespace, report: dict[str, Any], progress: Progress) 
     if args.down:
         subprocess.run(as_root(["bin/lab", "down", "--lab", args.lab]), stdin=subprocess.DEVNULL, check=True)
         return
-    flags = f"-i inventory/hosts.yml -i inventory/lab/{args.lab}/hosts.yml -l {report['host']}"
+    flags = f"-i inventory/lab/{args.lab}/hosts.yml"
     progress.say(
         f"""
 {report["host"]} stays up. What now?
@@ -220,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(report, indent=1))
     elif "verdict" in report:
-        show(report["verdict"], progress)
+        progress.say(f"\n{smoke.text_of(report['verdict'])}")
     progress.say(f"\n{'ok' if report['ok'] else 'NOT OK'} after {report['seconds']['total']:.0f} s")
     close(args, report, progress)
     return 0 if report["ok"] else 1

@@ -74,6 +74,10 @@ def test_seconds_go_to_the_role_of_the_task() -> None:
 
 VERDICT: dict[str, Any] = {
     "ok": False,
+    "host": "quickstart-h1",
+    "release": "0123abcd",
+    "seconds": 1.0,
+    "instances": [],
     "checks": [
         {
             "id": "verify-ran",
@@ -116,7 +120,7 @@ def test_ok_only_if_the_verdict_is(
     monkeypatch.setattr(quickstart.Quickstart, "smoke", lambda _: VERDICT)
     assert quickstart.main([]) == 1
     out = capsys.readouterr().out
-    assert "NOT OK" in out and "expected equal" in out and "fix: F" in out
+    assert "NOT OK" in out and "expected: equal" in out and "fix:      F" in out
 
 
 def test_a_failed_phase_ends_it(
