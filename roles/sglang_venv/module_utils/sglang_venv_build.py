@@ -295,20 +295,27 @@ def _check_wheelhouse(plan: Mapping[str, Any], options: Options, wanted: Mapping
         )
 
 
-def _explain(plan: Mapping[str, Any], options: Options, words: str) -> str:
+def _wrong_hash(plan: Mapping[str, Any], package: str, files: str, wanted: str, got: str) -> str:
+    return (
+        f"wrong hash: {package}, file {files}: the lock of {plan['engine']} asks for sha256 {wanted}, "
+        f"the file offered has {got}. Nothing was installed. Find out who changed the file (index, mirror, copy or lock) before you run again"
+    )
+
+
+def _explain(plan: Mapping[str, Any], options: Options, wanted: Mapping[str, Mapping[str, Any]], words: str) -> str:
     """uv's words as ours: which file has the wrong hash, which disk is full."""
     if _FULL.search(words):
         return _room_message(plan, options, _tail(words, 3))
-    match = re.search(r"Hash mismatch for `([^`]+)`", words)
-    if match:
-        package = re.sub(r"\s*@.*", "", match[1])
-        names = [row["name"] for row in plan["files"] if row["package"] == package or row["name"] in words]
+    for row in wanted.values() if options.wheelhouse else ():  # whatever uv says of a damaged file, its hash is wrong
+        path = Path(str(options.wheelhouse), row["name"])
+        if path.is_file() and (digest := _sha256(path)) != row["sha256"]:
+            return _wrong_hash(plan, row["package"], str(path), row["sha256"], digest)
+    if match := re.search(r"Hash mismatch for `([^`\s]+)", words):
+        rows = [row for row in plan["files"] if row["package"] == match[1] or row["name"] in words]
         got = re.search(r"Computed:\s+sha256:([0-9a-f]{64})", words)
-        return (
-            f"wrong hash: {package}, file {' or '.join(names) or 'unknown'}: the lock of {plan['engine']} asks for sha256 "
-            f"{' or '.join(row['sha256'] for row in plan['files'] if row['name'] in names) or 'another one'}, "
-            f"the file offered has {got[1] if got else 'another one'}. Nothing was installed. Find out who changed the file "
-            f"(index, mirror or lock) before you run bin/lock {plan['engine']}"
+        names, digests = (" or ".join(row[key] for row in rows) for key in ("name", "sha256"))
+        return _wrong_hash(
+            plan, match[1], names or "unknown", digests or "another one", got[1] if got else "another one"
         )
     return f"uv could not install the lock of {plan['engine']}; nothing was kept\n{_tail(words)}"
 
@@ -330,7 +337,7 @@ def _install(plan: Mapping[str, Any], options: Options, uv: Path, folder: Path, 
     for step in steps:
         done = _run([str(uv), *step], env, folder)
         if done.returncode:
-            raise BuildError(_explain(plan, options, done.stdout + done.stderr))
+            raise BuildError(_explain(plan, options, wanted, done.stdout + done.stderr))
     pins.unlink()
 
 
