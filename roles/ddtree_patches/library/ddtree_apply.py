@@ -133,7 +133,15 @@ def answer_for(params: dict[str, Any], check_mode: bool) -> dict[str, Any]:
     series = core.Series.unpack(params["series"])
     release = Path(params["release"])
     stamp, published = release / core.STAMP, params["published"]
-    answer = {"changed": False, "digest": series.digest, "reason": "", "stamped": False, "imported": [], "warn": []}
+    warn: list[str] = []
+    answer: dict[str, Any] = {
+        "changed": False,
+        "digest": series.digest,
+        "reason": "",
+        "stamped": False,
+        "imported": [],
+        "warn": warn,
+    }
     hunks = {"prepared": series.diff_text()}
     patches = params["state"] == "applied"
 
@@ -147,9 +155,7 @@ def answer_for(params: dict[str, Any], check_mode: bool) -> dict[str, Any]:
     answer |= {"was": found.state, "state": found.state, "reason": found.reason}
     if patches and check_mode and not published and found.state in core.NEXT_STEP:
         # The real run throws an unfinished build away and makes a clean one first.
-        answer["warn"].append(
-            f"{release} is an unfinished build and {found.state}; a run makes it anew: {found.reason}"
-        )
+        warn.append(f"{release} is an unfinished build and {found.state}; a run makes it anew: {found.reason}")
         return answer | {"changed": True, "diff": hunks}
     if patches:
         python = release / "venv/bin/python"
@@ -173,10 +179,10 @@ def answer_for(params: dict[str, Any], check_mode: bool) -> dict[str, Any]:
         if done.was == "clean":
             answer["diff"] = hunks
     if patches and answer["state"] == "superseded":
-        answer["warn"].append(f"{release} stays as it is: {found.reason}")
+        warn.append(f"{release} stays as it is: {found.reason}")
     answer["stamped"] = core.read_stamp(stamp).get("digest") == series.digest
     if published and answer["state"] == "applied" and not answer["stamped"]:
-        answer["warn"].append(f"{stamp} is missing or of another series, though every file is as the series makes it")
+        warn.append(f"{stamp} is missing or of another series, though every file is as the series makes it")
     return answer
 
 

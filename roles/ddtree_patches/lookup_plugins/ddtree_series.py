@@ -73,7 +73,7 @@ from ansible.plugins.lookup import LookupBase
 REPO = Path(__file__).resolve().parents[3]
 
 
-class LookupModule(LookupBase):  # type: ignore[misc]  # ansible ships no types
+class LookupModule(LookupBase):
     """Runs on the controller, from the repository that holds the role."""
 
     def run(self, terms: list[str], variables: dict[str, Any] | None = None, **kwargs: Any) -> list[dict[str, Any]]:
