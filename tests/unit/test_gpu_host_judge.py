@@ -303,14 +303,14 @@ def test_every_rule_has_its_case() -> None:
 
 def test_all_faults_are_told_at_once_and_blocks_come_first() -> None:
     wanted, facts = good()
-    both(first(mode="x", port=30001), on_gpu(driver="535.1"), host(nvcc=None))(wanted, facts)
+    both(first(mode="x", port=30001), on_gpu(driver="535.1"), host(shm=None))(wanted, facts)
     verdict = judge("ct200", wanted, facts)
     assert not verdict["ok"]
     assert {finding["id"] for finding in verdict["findings"]} == {
         "mode-unknown",
         "port-twice",
         "driver-old",
-        "nvcc-missing",
+        "shm-low",
     }
     severities = [finding["severity"] for finding in verdict["findings"]]
     assert severities == sorted(severities, key=["block", "warn", "info"].index)

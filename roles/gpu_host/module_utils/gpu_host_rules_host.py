@@ -207,8 +207,8 @@ def gpu_memory_held(case: Case) -> Iterator[Hit]:
 
 @rule(
     "nvcc-missing",
-    WARN,
-    "Kernels that no wheel carries are compiled at the first start; without nvcc that start fails.",
+    BLOCK,
+    "Kernels that no wheel carries are compiled at the first start, and deep_gemm refuses to be imported without a CUDA folder.",
     needs_host=True,
 )
 def nvcc_missing(case: Case) -> Iterator[Hit]:
