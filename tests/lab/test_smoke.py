@@ -239,13 +239,12 @@ def inventory(host: LabHost, tmp_path: Path, **given: Any) -> Path:
 @pytest.fixture
 def operator(host: LabHost) -> Iterator[str]:
     """A user that logs in with the lab's key and may use sudo."""
-    host.ssh(
-        "command -v sudo >/dev/null || (apt-get -qq update && apt-get -qq install -y --no-install-recommends sudo) >/dev/null 2>&1;"
-        "useradd -m -s /bin/bash ops && echo ops:hunter2 | chpasswd && mkdir -m 700 ~ops/.ssh && cp ~/.ssh/authorized_keys ~ops/.ssh/"
-        " && chown -R ops: ~ops/.ssh"
-    )
+    install = "apt-get -qq update && apt-get -qq install -y --no-install-recommends sudo"
+    host.ssh(f"command -v sudo >/dev/null || ({install}) >/dev/null 2>&1")
+    host.ssh("useradd -m -s /bin/bash ops && echo ops:hunter2 | chpasswd && install -d -m 700 -o ops ~ops/.ssh")
+    host.ssh("install -o ops -m 600 ~/.ssh/authorized_keys ~ops/.ssh/authorized_keys")
     yield "ops"
-    host.ssh("rm -f /etc/sudoers.d/ops; pkill -u ops; userdel -r ops", check=False)
+    host.ssh("rm -f /etc/sudoers.d/ops; loginctl terminate-user ops; userdel -rf ops", check=False)
 
 
 def test_a_user_with_sudo_sees_what_root_sees(host: LabHost, operator: str, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class FakeHost(sh.Host):
 
     def unit(self, unit: str) -> dict[str, str]:
         usual = {"ActiveState": "active", "SubState": "running", "InvocationID": "aa11", "NRestarts": "0"}
-        usual |= {"Result": "success", "MainPID": "1", "ControlGroup": f"/system.slice/{unit}", "LoadState": "loaded"}
+        usual |= {"Result": "success", "MainPID": "0", "ControlGroup": f"/system.slice/{unit}", "LoadState": "loaded"}
         if unit.endswith(".baseline.service"):
             usual |= {"ActiveState": "inactive", "SubState": "dead"}
         return {**usual, **self.states.get(unit, {})}

@@ -218,7 +218,10 @@ def record_unit(
 
 def _stop(host: sh.Host, unit: str, timeout: float) -> None:
     """Stop a unit and prove it: no longer active, and no process left in its control group."""
-    cgroup = host.unit(unit)["ControlGroup"]
+    before = host.unit(unit)
+    cgroup, main = before["ControlGroup"], int(before["MainPID"])
+    if main and main not in host.processes(cgroup):
+        raise sh.SmokeError(f"{unit}: its process {main} is not seen in its control group {cgroup!r}; run as root")
     said = host.systemctl("stop", unit, timeout)
     state = host.unit(unit)["ActiveState"]
     left = host.processes(cgroup)
