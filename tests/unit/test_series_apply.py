@@ -186,6 +186,14 @@ def test_symlinks_are_replaced_not_followed(kit: Kit, tmp_path: Path) -> None:
     assert stat.S_IMODE((kit.site / "demo/a.py").stat().st_mode) == 0o755, "the mode is kept"
 
 
+def test_a_strict_umask_hides_nothing_from_the_engines_user(kit: Kit) -> None:
+    done = apply_in_child(kit.root, ENGINE, kit.site, "os.umask(0o077)", kit.stamp)
+    assert done.returncode == 0, done.stderr
+    modes = {p: stat.S_IMODE((kit.site / p).stat().st_mode) for p in ("demo/tree", "demo/tree/worker.py", "demo/a.py")}
+    assert modes == {"demo/tree": 0o755, "demo/tree/worker.py": 0o644, "demo/a.py": 0o644}
+    assert stat.S_IMODE(kit.stamp.stat().st_mode) == 0o644
+
+
 def test_a_folder_that_links_out_of_the_site_is_refused(kit: Kit, tmp_path: Path) -> None:
     (kit.site / "demo/srt").rename(tmp_path / "srt")
     (kit.site / "demo/srt").symlink_to(tmp_path / "srt")

@@ -97,6 +97,9 @@ def test_check_mode_on_a_host_that_has_no_release_yet(kit: Kit, run: Run, tmp_pa
     got = run(check=True, release=str(tmp_path / "none"))
     assert (got["changed"], got["state"]) == (True, "absent")
     assert got["diff"]["prepared"] == kit.load().diff_text()
+    (tmp_path / "begun/venv/bin").mkdir(parents=True)
+    assert run(check=True, release=str(tmp_path / "begun"))["state"] == "absent", "a build that has just begun"
+    assert run(check=True, release=str(tmp_path / "begun"), published=True)["failed"]
     assert "release is empty" in run(release="")["msg"]
     real = run(release=str(tmp_path / "none"))
     assert real["failed"]
@@ -128,7 +131,9 @@ def test_published(kit: Kit, run: Run) -> None:
 
 
 def test_reported_says_every_state_and_never_fails_for_one(kit: Kit, run: Run, tmp_path: Path) -> None:
-    assert run(state="reported", release=str(tmp_path / "none"))["state"] == "absent"
+    none = run(state="reported", release=str(tmp_path / "none"))
+    assert (none["state"], none["changed"]) == ("absent", False)
+    assert "found 0" in none["reason"]
     assert run(state="reported")["state"] == "clean"
     assert apply_in_child(kit.root, ENGINE, kit.site, kill_after(1)).returncode == KILLED
     assert run(state="reported")["state"] == "partial"

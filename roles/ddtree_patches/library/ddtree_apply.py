@@ -145,12 +145,14 @@ def answer_for(params: dict[str, Any], check_mode: bool) -> dict[str, Any]:
     hunks = {"prepared": series.diff_text()}
     patches = params["state"] == "applied"
 
-    if not release.exists() and (check_mode or not patches):
+    try:
+        site = core.find_site(release / "venv")
+    except core.SeriesError as e:
+        if patches and (published or not check_mode):
+            raise
         # Nothing is built yet: the role before this one predicts its folder, this one its hunks.
-        answer |= {"was": "absent", "state": "absent", "changed": patches}
+        answer |= {"was": "absent", "state": "absent", "reason": str(e), "changed": patches}
         return answer | ({"diff": hunks} if patches else {})
-
-    site = core.find_site(release / "venv")
     found = core.inspect(site, series)
     answer |= {"was": found.state, "state": found.state, "reason": found.reason}
     if patches and check_mode and not published and found.state in core.NEXT_STEP:

@@ -280,8 +280,9 @@ def replace(site: Path, new: Mapping[str, bytes]) -> None:
             target = site / path
             for folder in reversed(target.parents):
                 if folder.is_relative_to(site) and not folder.exists():
-                    folder.mkdir(mode=0o755)
+                    folder.mkdir()
                     made.append(folder)
+                    folder.chmod(0o755)  # whatever the umask: the engine runs as another user
             temps.append((target.with_name(TEMP.format(name=target.name)), target))
             _write_beside(target, data)
         for temp, target in temps:
