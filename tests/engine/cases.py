@@ -75,17 +75,19 @@ def lengths(walk: Walk) -> list[Case]:
     ]
 
 
-def stops(walk: Walk) -> list[Case]:
-    """Stop tokens and stop strings at every early place where they can end an answer."""
+def stops(walk: Walk, eos: int) -> list[Case]:
+    """Stop tokens and stop strings at every early place where they can end an answer.
+
+    The engine's `ignore_eos` switches stop tokens off as well, so these come before the first end of sequence.
+    """
     cases = []
-    for prompt in range(4, 8):
+    for prompt in range(4, 12):
         ids, tokens, pieces = walk.prompts[prompt], walk.greedy[prompt], walk.pieces[prompt]
         for at in range(1, 20):
-            if tokens[at] not in tokens[:at]:
-                sampling = {"ignore_eos": True, "stop_token_ids": [tokens[at]]}
-                cases.append(Case(f"token-{prompt}-{at}", body(ids, **sampling), prompt, at))
+            if tokens[at] not in tokens[:at] and eos not in tokens[: at + 1]:
+                cases.append(Case(f"token-{prompt}-{at}", body(ids, stop_token_ids=[tokens[at]]), prompt, at))
             text, before = pieces[at - 1] + pieces[at], "".join(pieces[:at])
-            if text.strip() and text not in before:
+            if prompt < 8 and text.strip() and text not in before:
                 cases.append(Case(f"text-{prompt}-{at}", body(ids, ignore_eos=True, stop=[text]), prompt, at))
     return cases
 

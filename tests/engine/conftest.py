@@ -125,7 +125,7 @@ class Served:
     @cached_property
     def endings(self) -> list[dict[str, Any]]:
         walk = self.walk
-        chosen = cases.lengths(walk) + cases.stops(walk) + cases.ends(walk, EOS)
+        chosen = cases.lengths(walk) + cases.stops(walk, EOS) + cases.ends(walk, EOS)
         return cases.ask(self.engine, [case.body for case in chosen])
 
     @cached_property

@@ -71,7 +71,7 @@ def test_chain_is_dflash(served: Served, book: Book) -> None:
 def test_endings(served: Served, reference: Answers) -> None:
     """Length, stop token, stop string and end of sequence cut an answer at the same token, also inside a step's path."""
     walk = served.walk
-    chosen = cases.lengths(walk) + cases.stops(walk) + cases.ends(walk, EOS)
+    chosen = cases.lengths(walk) + cases.stops(walk, EOS) + cases.ends(walk, EOS)
     differing = [
         case.name
         for case, answer, other in zip(chosen, served.endings, reference["endings"], strict=True)
@@ -93,23 +93,35 @@ def test_mixed_lengths_in_one_batch(served: Served, reference: Answers) -> None:
     assert [cases.seen(a) for a in served.mixed] == [cases.seen(a) for a in reference["mixed"]]
 
 
+def _common(one: list[int], other: list[int]) -> int:
+    """Length of the common prefix."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 def test_radix_cache_hit(served: Served) -> None:
     """A prompt that goes on where an answer ended finds its tokens in the cache, and the same text follows."""
-    served.flush()
     for prompt, cut in ((0, 13), (1, 32), (2, 50)):
+        served.flush()
         ids, text = served.walk.prompts[prompt], served.walk.greedy[prompt]
         first = served.engine.generate(**cases.body(ids, ignore_eos=True))
-        assert first["meta_info"]["cached_tokens"] == 0
+        assert (first["meta_info"]["cached_tokens"], first["output_ids"]) == (0, text)
         again = served.engine.generate(**cases.body(ids + text[:cut], ignore_eos=True, max_new_tokens=cases.NEW - cut))
         # the last token of a prompt is always computed; all before it was written by the first request's steps
         assert again["meta_info"]["cached_tokens"] == len(ids) + cut - 1
         assert again["output_ids"] == text[cut:]
-        other = served.engine.generate(**cases.body(ids[: len(ids) // 2] + served.walk.prompts[5], ignore_eos=True))
-        assert other["meta_info"]["cached_tokens"] == len(ids) // 2
+
+
+def test_radix_cache_hit_on_part_of_a_prompt(served: Served) -> None:
+    """A prompt that leaves a cached one in the middle is answered as on a cold cache."""
+    base, other = served.walk.prompts[2], served.walk.prompts[2][:40] + served.walk.prompts[5]
     served.flush()
-    cold = served.engine.generate(**cases.body(served.walk.prompts[2][:40] + served.walk.prompts[5], ignore_eos=True))
-    warm = served.engine.generate(**cases.body(served.walk.prompts[2][:40] + served.walk.prompts[5], ignore_eos=True))
-    assert (cold["meta_info"]["cached_tokens"], cold["output_ids"]) == (0, warm["output_ids"])
+    cold = served.engine.generate(**cases.body(other, ignore_eos=True))
+    served.flush()
+    served.engine.generate(**cases.body(base, ignore_eos=True))
+    warm = served.engine.generate(**cases.body(other, ignore_eos=True))
+    assert cold["meta_info"]["cached_tokens"] == 0
+    assert warm["meta_info"]["cached_tokens"] == _common(base, other) >= 40
+    assert warm["output_ids"] == cold["output_ids"]
 
 
 def _stream_until(served: Served, body: dict[str, Any], tokens: int, reached: threading.Event) -> dict[str, Any]:

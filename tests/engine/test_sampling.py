@@ -2,7 +2,7 @@
 """Sampling at temperature 1: 2,000 continuations of 3 tokens follow the model's exact distribution.
 
 Compared is with the distribution itself, computed outside the engine, which halves the noise of comparing two samples.
-Pearson's chi-square over cells that expect at least 20 draws; a right engine fails with probability 1e-4 per test.
+Pearson's chi-square over cells that expect at least 10 draws; a right engine fails with probability 1e-4 per test.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 from tests.engine import cases
 from tests.engine.conftest import NANO, Offline, Served
 
-DRAWS, LENGTH, ALPHA, EXPECTED = 2000, 3, 1e-4, 20
-PROMPT = 4  # its continuation is open: the likeliest one of 3 tokens has a small share
+DRAWS, LENGTH, ALPHA, EXPECTED = 2000, 3, 1e-4, 10
+PROMPT = 1  # its continuation is open: no text of 3 tokens has more than an eighth of the probability
 
 Prefix = tuple[int, ...]
 
@@ -55,7 +55,7 @@ def exact(engine_python: Any, walk: cases.Walk) -> Exact:
         "draws": DRAWS, "expected": EXPECTED, "alpha": ALPHA, "temperature": 1.0,
     }  # fmt: skip
     found = Exact(Offline(engine_python, request).answer)
-    assert len(found.leaves) + len(found.rests) >= 15, "too few cells to tell samplers apart; choose another prompt"
+    assert len(found.leaves) + len(found.rests) >= 30, "too few cells to tell samplers apart; choose another prompt"
     return found
 
 
