@@ -119,18 +119,20 @@ class Host:
         return sorted(set(pids))
 
     def running_releases(self, cgroup: str) -> list[str]:
-        """Release ids whose files the processes of a control group have mapped.
+        """Release ids that the processes of a control group have files mapped from or work in.
 
-        The interpreter of a venv is a link out of it and `current` is a link too; mapped libraries carry the real path.
+        The interpreter of a venv is a link out of it and `current` is a link too, so the command line tells nothing; the
+        working folder and mapped libraries carry the real path.
         """
         pattern = re.compile(re.escape(str(self.releases)) + r"/([^/\s]+)/")
         found: set[str] = set()
         for pid in self.processes(cgroup):
             try:
                 maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+                folder = str(Path(f"/proc/{pid}/cwd").readlink())
             except OSError:  # the process ended
                 continue
-            found |= set(pattern.findall(maps))
+            found |= set(pattern.findall(f"{maps}\n{folder}/"))
         return sorted(found)
 
     def api_key(self, path: str | None) -> str | None:

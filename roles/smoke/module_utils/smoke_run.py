@@ -215,7 +215,7 @@ def _judge_release(host: sh.Host, release: str, state: Mapping[str, str], name: 
     return judge.check(
         "release.running",
         running == [release],
-        ", ".join(running) or "no file of any release is mapped",
+        ", ".join(running) or "no file of any release is in use",
         release,
         "the link may point to one release while the processes still run another",
         f"restart the unit of {name}, or run site.yml with --tags activate",
