@@ -129,6 +129,12 @@ def test_the_baseline_is_the_same_instance_without_speculation(modes):
     assert done["files"][f"{r.ETC}/a.env"] == done["files"][f"{r.ETC}/a.baseline.env"]
 
 
+def test_the_baseline_ends_its_instance_and_is_not_restarted(modes):
+    done = render(modes, {"name": "a", "gpus": [1], "port": 30001})
+    text = done["files"]["etc/systemd/system/sglang@a.baseline.service.d/10-sglang-fleet.conf"]
+    assert {"Conflicts=sglang@a.service", "After=sglang@a.service", "Restart=no"} <= set(text.splitlines())
+
+
 def test_layers_of_args_and_env(modes):
     done = render(
         modes,

@@ -64,6 +64,11 @@ options:
     description: The system user that runs the engines.
     type: str
     default: sglang
+  groups:
+    description: Further groups of the engines' processes.
+    type: list
+    elements: str
+    default: []
   start_timeout:
     description: Seconds that one engine has until its first token.
     type: int
@@ -177,7 +182,11 @@ def host_of(params: dict[str, Any]) -> Host:
     try:
         user = pwd.getpwnam(params["user"])
         uid, gid = user.pw_uid, user.pw_gid
-        groups = [entry.gr_gid for entry in grp.getgrall() if params["user"] in entry.gr_mem]
+        groups = [
+            entry.gr_gid
+            for entry in grp.getgrall()
+            if params["user"] in entry.gr_mem or entry.gr_name in params["groups"]
+        ]
     except KeyError:
         uid, gid, groups = None, None, []
 
@@ -237,6 +246,7 @@ def main() -> None:
             "discard": {"type": "str"},
             "expected": {"type": "list", "elements": "str"},
             "user": {"type": "str", "default": "sglang"},
+            "groups": {"type": "list", "elements": "str", "default": []},
             "start_timeout": {"type": "int", "default": 900},
             "stop_timeout": {"type": "int", "default": 90},
             "free_timeout": {"type": "int", "default": 30},
@@ -250,6 +260,8 @@ def main() -> None:
     os.umask(0o022)
     try:
         host = host_of(module.params)
+        if host.uid is None and not module.check_mode:
+            raise HostError(f"user {module.params['user']} is not there; role sglang_venv makes it, so run site.yml")
         if module.check_mode:
             result = act(module.params, host, check=True)
         else:

@@ -103,6 +103,11 @@ def _remove(path: Path) -> None:
         _sync(path.parent)
 
 
+def _remove_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
 def _link(link: Path, target: str | None) -> None:
     if target is None:
         _remove(link)
@@ -218,23 +223,24 @@ def _units(*deployments: Data | None) -> list[str]:
 
 def _enact(host: Host, to: Data | None, previous: Data | None, files: list[str], units: list[str]) -> None:
     """Make files, links and enabled units agree with a deployment; `files` and `units` are all that may be there."""
-    template = _text(host.at(UNIT))
     wanted = to["files"] if to else {}
-    if template is not None:
+    if host.at(UNIT).exists():  # without its template systemd knows no such unit, and none is enabled
         host.systemd.disable([unit for unit in units if unit not in _units(to)])
     if to:
         _folders(host)
     for path, text in wanted.items():
         if _differs(host, path, text):
             mode, shared = _mode(path)
+            host.at(path).parent.mkdir(mode=0o755, exist_ok=True)
             write(host.at(path), text, mode, (host.gid or 0) if shared else 0)
     for path in files:
         if path not in wanted:
             _remove(host.at(path))
+            if path.endswith(".conf"):
+                _remove_empty(host.at(path).parent)
     for link, deployment in (("previous", previous), ("current", to)):
         _link(host.at(f"{HOME}/{link}"), f"releases/{deployment['release']}" if deployment else None)
-    if _text(host.at(UNIT)) != template:
-        host.systemd.reload()
+    host.systemd.reload()
     host.systemd.enable(_units(to))
 
 

@@ -22,7 +22,8 @@ Data = dict[str, Any]
 HOME = "opt/sglang-fleet"
 ETC = "etc/sglang-fleet/instances"
 KEYS = "etc/sglang-fleet/keys"
-UNIT = "etc/systemd/system/sglang@.service"
+SYSTEMD = "etc/systemd/system"
+UNIT = f"{SYSTEMD}/sglang@.service"
 LIBEXEC = f"{HOME}/libexec"
 CURRENT = f"/{HOME}/current"
 HEADER = "# Written by sglang-fleet; the next run replaces changes made here.\n"
@@ -41,6 +42,22 @@ DEFAULTS: Data = {
 }
 REQUIRED = ("name", "port", "model_path")
 KNOWN = frozenset(DEFAULTS) | frozenset(REQUIRED)
+
+# Not in the template: systemd drops a dependency of a template on itself with a longer instance name, without an error.
+BASELINE = (
+    HEADER
+    + """\
+[Unit]
+# An instance and its baseline share GPUs and port: the one that starts ends the other.
+Conflicts={unit}
+After={unit}
+
+[Service]
+# It is started to be recorded; one that fails has to be looked at.
+Restart=no
+RestartForceExitStatus=
+"""
+)
 
 # Flags that follow from an instance's keys: a second way to say the same could contradict the first.
 OWNED_FLAGS = {
@@ -97,6 +114,11 @@ class InvalidError(ValueError):
 def unit_of(name: str) -> str:
     """Name of the systemd unit of an instance."""
     return f"sglang@{name}.service"
+
+
+def dropin_of(name: str) -> str:
+    """Settings of an instance's baseline unit, by their path below /."""
+    return f"{SYSTEMD}/{unit_of(f'{name}.baseline')}.d/10-sglang-fleet.conf"
 
 
 def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -403,6 +425,7 @@ def render(
         name, mode = instance["name"], instance["mode"]
         env = to_env(engine_env(instance, profile, start_timeout))
         flags = engine_args(instance, profile, modes, mode)
+        files[dropin_of(name)] = BASELINE.format(unit=unit_of(name))
         for config, of in ((name, mode), (f"{name}.baseline", "baseline")):
             files[f"{ETC}/{config}.yaml"] = to_yaml(engine_args(instance, profile, modes, of))
             files[f"{ETC}/{config}.env"] = env
@@ -438,7 +461,8 @@ def deployment_id(deployment: Data) -> str:
 
 def files_of(name: str) -> list[str]:
     """Files that belong to one instance alone."""
-    return [f"{ETC}/{config}.{end}" for config in (name, f"{name}.baseline") for end in ("yaml", "env")]
+    configs = [f"{ETC}/{config}.{end}" for config in (name, f"{name}.baseline") for end in ("yaml", "env")]
+    return [*configs, dropin_of(name)]
 
 
 def changed_instances(old: Data | None, new: Data | None) -> list[Data]:
