@@ -85,7 +85,7 @@ def test_files_are_links_into_an_unharmed_cache(engine_site: Path) -> None:
     with record.open(newline="") as handle:
         for name, digest, _ in csv.reader(handle):
             path = engine_site / name
-            if digest and path.is_file() and not name.startswith(".."):
+            if digest and path.is_file() and not name.startswith("..") and ".dist-info/" not in name:
                 found = base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode()
                 assert f"sha256={found}" == digest, name
                 checked += 1
@@ -166,9 +166,10 @@ def test_uv_is_fetched_by_its_pin_where_it_is_missing(root: Path) -> None:
     options = building.Options(root=root, python=sys.executable, uv_cache=venv.CACHE)
     said = subprocess.run([building.ensure_uv(plan, options), "--version"], capture_output=True, text=True, check=True)
     assert said.stdout.split()[1] == plan["uv"]["version"]
+    wrong = {**plan, "uv": {**plan["uv"], "hashes": ["0" * 64]}}
+    other = building.Options(root=root / "other", python=sys.executable, uv_cache=venv.CACHE)
     with pytest.raises(BuildError, match=r"uv .* could not be downloaded"):
-        wrong = {**plan, "uv": {**plan["uv"], "hashes": ["0" * 64]}}
-        building.ensure_uv(wrong, building.Options(root=root / "other", python=sys.executable, uv_cache=venv.CACHE))
+        building.ensure_uv(wrong, other)
 
 
 def test_the_same_inputs_resolve_to_the_committed_lock() -> None:

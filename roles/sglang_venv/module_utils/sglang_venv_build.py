@@ -296,10 +296,9 @@ def _check_wheelhouse(plan: Mapping[str, Any], options: Options, wanted: Mapping
 
 
 def _wrong_hash(plan: Mapping[str, Any], package: str, files: str, wanted: str, got: str) -> str:
-    return (
-        f"wrong hash: {package}, file {files}: the lock of {plan['engine']} asks for sha256 {wanted}, "
-        f"the file offered has {got}. Nothing was installed. Find out who changed the file (index, mirror, copy or lock) before you run again"
-    )
+    where = "Nothing was installed. Find out who changed the file (index, mirror, copy or lock) before you run again"
+    asked = f"the lock of {plan['engine']} asks for sha256 {wanted}, the file offered has {got}"
+    return f"wrong hash: {package}, file {files}: {asked}. {where}"
 
 
 def _explain(plan: Mapping[str, Any], options: Options, wanted: Mapping[str, Mapping[str, Any]], words: str) -> str:
