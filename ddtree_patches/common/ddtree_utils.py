@@ -23,7 +23,8 @@ PAD = -1
 """Parent, token id and depth of an unused slot."""
 
 # A score key holds 32 bits of score above 32 bits of inverted token id.
-_TOKEN_SPAN = 1 << 32
+_TOKEN_BITS = 32
+_TOKEN_SPAN = 1 << _TOKEN_BITS
 _SPINE_KEY = 1 << 62
 _NO_KEY = -(1 << 63)
 
@@ -150,11 +151,11 @@ def build_ddtree(
         on_spine = cand_spine.gather(1, order)
         parent_rows.append(order // k + (starts[level - 1] if level else 0))
 
-    # Overall: shallower first among equal scores, since levels are laid out in order.
-    all_keys, order = torch.sort(torch.cat(keys, dim=1), dim=1, descending=True, stable=True)
+    # Overall by score alone: levels are laid out in order, so the stable sort puts shallower first among equals.
+    all_keys, order = torch.sort(torch.cat(keys, dim=1) >> _TOKEN_BITS, dim=1, descending=True, stable=True)
     used = min(budget, all_keys.shape[1])
     order = order[:, :used]
-    valid = all_keys[:, :used] > _NO_KEY
+    valid = all_keys[:, :used] > _NO_KEY >> _TOKEN_BITS
 
     # Entries of the concatenation to slots; the root is slot 0.
     parent_entry = torch.cat(parent_rows, dim=1)
