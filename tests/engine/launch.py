@@ -29,7 +29,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sglang-fleet"
 START_LIMIT = 600.0  # seconds; 25 to 50 on two idle cores, minutes on crowded ones
-STOP_LIMIT = 20.0  # seconds until SIGKILL
+STOP_LIMIT = 10.0  # seconds until SIGKILL; 2 are usual
 
 
 class EngineFailed(RuntimeError):
@@ -136,10 +136,10 @@ def _group_alive(group: int) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server and everything it started: ask the leader, then kill the group; returns when it is empty."""
-    for kill, sign in ((os.kill, signal.SIGTERM), (os.killpg, signal.SIGKILL)):
+    """End the server and everything it started: ask, then kill; returns when its process group is empty."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
-            kill(process.pid, sign)
+            os.killpg(process.pid, sign)
         deadline = time.monotonic() + STOP_LIMIT
         while time.monotonic() < deadline:
             process.poll()  # reap, else the leader stays in its group
