@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ensurepip
 import errno
 import fcntl
 import hashlib
@@ -18,6 +19,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 import zipfile
@@ -205,6 +207,15 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def _pip() -> list[str]:
+    """How to call pip here: out of the wheel that the distribution ships for making venvs, which needs no installation."""
+    folders = [Path("/usr/share/python-wheels"), Path(ensurepip.__file__).parent / "_bundled"]
+    for folder in folders:
+        for wheel in sorted(folder.glob("pip-*.whl"), reverse=True):
+            return [sys.executable, str(wheel / "pip")]
+    raise BuildError(f"no pip wheel in {' or '.join(map(str, folders))}; install python3-pip-whl (Debian, Ubuntu)")
+
+
 def _uv_wheel(plan: Mapping[str, Any], options: Options, scratch: Path) -> Path:
     version, hashes = plan["uv"]["version"], set(plan["uv"]["hashes"])
     pattern = f"uv-{version}-*_{plan['machine']}*.whl"
@@ -217,19 +228,8 @@ def _uv_wheel(plan: Mapping[str, Any], options: Options, scratch: Path) -> Path:
     else:
         env, wanted = _environment(options), scratch / "uv.txt"
         wanted.write_text(f"uv=={version} {' '.join(f'--hash=sha256:{digest}' for digest in sorted(hashes))}\n")
-        made = _run(["/usr/bin/python3", "-m", "venv", str(scratch / "pip")], env, scratch)
-        if made.returncode:
-            raise BuildError(f"python3 -m venv failed; is python3-venv installed?\n{_tail(made.stdout + made.stderr)}")
-        pip = [
-            str(scratch / "pip" / "bin" / "python"),
-            "-m",
-            "pip",
-            "download",
-            "-q",
-            "--no-deps",
-            "--only-binary=:all:",
-        ]
-        got = _run([*pip, "--require-hashes", "-r", str(wanted), "-d", str(scratch)], env, scratch)
+        pip = [*_pip(), "download", "-q", "--no-deps", "--only-binary=:all:", "--require-hashes"]
+        got = _run([*pip, "-r", str(wanted), "-d", str(scratch)], env, scratch)
         found = sorted(scratch.glob(f"uv-{version}-*.whl"))
         if got.returncode or not found:
             raise BuildError(
