@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job on real hosts with the real engine, told in order: bare host, bad inventories, a crash, two runs at once, the
+proven engine, nothing to do, a smoke that fails, the way back. An engine's start is the costly part, so one host tells it all.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet.lab.client import LabClient, LabHost
+from fleet.lab.shell import until
+from tests.lab.plays import REPO, Play, fingerprint, playing, run_play
+
+TARGET, DRAFTER = "/srv/sglang-fleet-models/nano/target", "/srv/sglang-fleet-models/nano/draft"
+DEFAULTS = {"mode": "ddtree", "model_path": TARGET, "draft_model_path": DRAFTER, "budget": 15, "topk": 8}
+RECORDED = REPO / "tests/unit/data/gpu_host/h200.json"
+MAX_TASKS = 60
+
+
+@pytest.fixture(scope="module")
+def bare(lab: LabClient) -> LabHost:
+    """A host as its base system left it."""
+    return lab.fresh(1)[0]
+
+
+def live(host: LabHost) -> list[str]:
+    """Names of the instances that run on a host."""
+    units = host.ssh("systemctl list-units --no-legend --plain --state=active 'sglang@*'").stdout.split("\n")
+    return sorted(unit.split("@")[1].split(".service")[0] for unit in units if unit.startswith("sglang@"))
+
+
+def current(host: LabHost) -> str:
+    """Release that is live, empty if none is."""
+    return host.ssh("readlink /opt/sglang-fleet/current || true").stdout.strip().rpartition("/")[2]
+
+
+# --- before anything is changed -----------------------------------------------------------------
+
+
+def test_check_mode_predicts_the_whole_job_on_a_bare_host(bare: LabHost) -> None:
+    before = fingerprint(bare)
+    play = run_play("site.yml", "--check", "--diff", hosts=[bare])
+    assert play.status == 0, play.text
+    assert play.recap[bare.name]["changed"] > 0
+    assert "DDTREE" in play.text, "the hunks of the series are shown"
+    assert "+ExecStart=/opt/sglang-fleet/current/venv/bin/python" in play.text, "the unit is shown"
+    assert fingerprint(bare) == before
+    assert bare.ssh("test ! -e /var/lib/sglang-fleet").returncode == 0, "not even the report is written"
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A mistake in the inventory: its variables, the rule that finds it, and what its message has to say."""
+
+    rule: str
+    words: list[str]
+    variables: dict[str, Any]
+
+
+def one(**keys: Any) -> dict[str, Any]:
+    """An inventory with one instance that differs by some keys."""
+    return {"gpu_units_instances": [{"name": "cpu0", "gpus": [], "port": 30000, **keys}]}
+
+
+def two(first: dict[str, Any], second: dict[str, Any], **variables: Any) -> dict[str, Any]:
+    instances = [{"name": "a", "gpus": [], "port": 30000, **first}, {"name": "b", "gpus": [], "port": 30001, **second}]
+    return {"gpu_units_instances": instances, **variables}
+
+
+BAD = {
+    "mode": Bad("mode-unknown", ["'dtree'", "ddtree-shadow"], one(mode="dtree")),
+    "port": Bad("port-twice", ["instance a and instance b", "30000", "port: 30001"], two({}, {"port": 30000})),
+    "model": Bad("model-missing", ["/srv/models/none", "no such folder"], one(model_path="/srv/models/none")),
+    "drafter": Bad("drafter-kind", ["Qwen3ForCausalLM", "DFlashDraftModel"], one(draft_model_path=TARGET)),
+    "budget": Bad("budget-bad", ["budget 0", "1 or more"], one(budget=0)),
+    "page": Bad("page-size", ["page-size 16", "mode: dflash"], one(args={"page-size": 16})),
+    "hybrid": Bad(
+        "hybrid-tree",
+        ["qwen3_next", "speculative-ddtree-allow-hybrid-unsafe: true"],
+        one(model_path="/srv/hybrid/target", draft_model_path="/srv/hybrid/drafter"),
+    ),
+    "backend": Bad("backend-auto", ["attention-backend"], one(args={"attention_backend": "auto"})),
+    "key": Bad("instance-key-unknown", ["'bugdet'"], one(bugdet=7)),
+    "address": Bad("address-open", ["0.0.0.0", "gpu_host_allow_any_address"], one(address="0.0.0.0")),
+    "foreign": Bad("port-busy", ["port 22222", "sshd"], one(port=22222, address="127.0.0.1")),
+    "engine": Bad("engine-unknown", ["sglang-0.5.99", "sglang-0.5.11"], {"fleet_engine": "sglang-0.5.99"}),
+    "nogpu": Bad(
+        "gpu-none", ["gpu_host_profile: cpu", "host_vars/nogpu.yml"], {"gpu_host_profile": "auto", **one(gpus=[0])}
+    ),
+    "gpu": Bad(
+        "gpu-twice",
+        ["instance a and instance b", "GPU 0"],
+        two({"gpus": [0]}, {"gpus": [0]}, gpu_host_profile="auto", gpu_host_facts_file=str(RECORDED)),
+    ),
+    "index": Bad(
+        "gpu-unknown",
+        ["GPU 3", "GPU-3ea75628"],
+        {"gpu_host_profile": "auto", "gpu_host_facts_file": str(RECORDED), **one(gpus=[3])},
+    ),
+    "driver": Bad(
+        "driver-old",
+        ["575.57.08", "580"],
+        {"gpu_host_profile": "auto", "gpu_host_facts_file": "OLD DRIVER", **one(gpus=[0])},
+    ),
+}
+
+
+def aliases(host: LabHost, folder: Path, variables: dict[str, dict[str, Any]]) -> Path:
+    """An inventory in which one host has many names, each with variables of its own over the lab's."""
+    argv = [str(Path(sys.executable).parent / "ansible-inventory"), "-i", str(host.inventory), "--host", host.name]
+    shared = json.loads(subprocess.run(argv, cwd=REPO, capture_output=True, text=True, check=True).stdout)
+    inventory = folder / "hosts.json"
+    inventory.write_text(json.dumps({"lab": {"hosts": {name: {**shared, **own} for name, own in variables.items()}}}))
+    return inventory
+
+
+@pytest.fixture(scope="module")
+def bad_runs(bare: LabHost, tmp_path_factory: pytest.TempPathFactory) -> tuple[Play, str, str]:
+    """One run of site.yml on one host under as many names as there are mistakes, with the host before and after it."""
+    folder = tmp_path_factory.mktemp("bad")
+    recorded = json.loads(RECORDED.read_text())
+    recorded["gpu"]["driver"] = "575.57.08"
+    (folder / "old.json").write_text(json.dumps(recorded))
+    bare.ssh(
+        "mkdir -p /srv/hybrid/target /srv/hybrid/drafter && touch /srv/hybrid/target/model.safetensors && "
+        f"cp {DRAFTER}/* /srv/hybrid/drafter/ && tee /srv/hybrid/target/config.json",
+        stdin=json.dumps(
+            {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 4}
+        ),
+    )
+    bare.ssh("systemd-run --unit=other -p Type=exec /usr/sbin/sshd -D -p 22222")
+    variables = {name: dict(bad.variables) for name, bad in BAD.items()}
+    variables["driver"]["gpu_host_facts_file"] = str(folder / "old.json")
+    before = fingerprint(bare)
+    play = run_play(
+        "site.yml", "-f", "5", inventory=aliases(bare, folder, variables), fleet_serial="100%"
+    )  # sshd takes ten new logins at once
+    after = fingerprint(bare)
+    bare.ssh("systemctl stop other; rm -rf /srv/hybrid")
+    return play, before, after
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_a_bad_inventory_gets_one_clear_error(bad_runs: tuple[Play, str, str], name: str) -> None:
+    play, bad = bad_runs[0], BAD[name]
+    told = play.failure(name)
+    assert play.recap[name]["failed"] == 1
+    assert told.count("block [") == 1, told
+    assert f"{name}: preflight found 1 problem" in told
+    assert f"block [{bad.rule}]" in told
+    assert "expected" in told
+    assert " fix: " in told
+    for word in bad.words:
+        assert word in told, told
+
+
+def test_bad_inventories_change_nothing(bad_runs: tuple[Play, str, str]) -> None:
+    play, before, after = bad_runs
+    assert before == after
+    assert all(counts["changed"] == 0 for counts in play.recap.values())
+
+
+def test_hosts_after_a_failed_batch_are_left_untouched_and_say_so(bare: LabHost, tmp_path: Path) -> None:
+    inventory = aliases(bare, tmp_path, {"canary": {"fleet_engine": "sglang-0.5.99"}, "second": {}, "third": {}})
+    play = run_play("site.yml", "--tags", "preflight", inventory=inventory, fleet_serial=[2, 1])
+    assert play.status != 0
+    assert play.recap["second"]["failed"] == 0
+    assert "third was left untouched, since canary failed" in play.failure("third")
+
+
+# --- a crash, two runs, and the proven engine ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    """What happened on the way from the bare host to the proven one."""
+
+    host: LabHost
+    build: Play
+    refused: Play
+    site: Play
+
+
+@pytest.fixture(scope="module")
+def way(bare: LabHost, tmp_path_factory: pytest.TempPathFactory) -> Way:
+    """Build; the host crashes before the activation; the next run does the rest, while another one tries at the same time."""
+    build = run_play("site.yml", "--tags", "build", hosts=[bare])
+    assert build.status == 0, build.text
+    bare.crash()
+    bare.start()
+    log = tmp_path_factory.mktemp("way") / "site.log"
+    with playing("site.yml", hosts=[bare], log=log) as first:
+        assert until(
+            lambda: (
+                bare.ssh("systemctl is-active sglang-fleet-run", check=False).returncode == 0
+                or first.poll() is not None
+            ),
+            120,
+        )
+        refused = run_play("site.yml", "--tags", "build", hosts=[bare])
+        status = first.wait(timeout=900)
+    site = Play(status, log.read_text())
+    assert site.status == 0, site.text
+    return Way(bare, build, refused, site)
+
+
+def test_a_build_touches_nothing_that_serves(way: Way) -> None:
+    assert way.build.recap[way.host.name]["failed"] == 0
+    assert "Swap" not in way.build.text
+
+
+def test_the_run_after_a_crash_finds_the_release_and_proves_it(way: Way) -> None:
+    assert "sglang_venv : Build the release" not in way.site.text, "the release of the first run is used"
+    assert live(way.host) == ["cpu0"]
+    assert way.host.ssh("ls -A /opt/sglang-fleet/releases").stdout.split() == [".lock", current(way.host)]
+
+
+def test_a_second_run_at_once_is_refused_by_name(way: Way) -> None:
+    told = way.refused.failure(way.host.name)
+    assert way.refused.status != 0
+    assert f"{way.host.name}: another run holds this host" in told
+    assert "systemctl stop sglang-fleet-run.service" in told
+    assert way.refused.recap[way.host.name]["changed"] == 0
+
+
+def test_the_lock_is_given_back(way: Way) -> None:
+    assert way.host.ssh("systemctl is-active sglang-fleet-run", check=False).stdout.strip() == "inactive"
+
+
+def test_the_everyday_verb_agrees(way: Way) -> None:
+    done = subprocess.run(
+        [str(REPO / "bin/smoke"), "ddtree", "-i", str(way.host.inventory), "-l", way.host.name, "--json"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["ok"]
+
+
+def test_a_second_run_changes_nothing_in_few_tasks(way: Way) -> None:
+    play = run_play("site.yml", hosts=[way.host])
+    assert play.status == 0, play.text
+    assert play.recap[way.host.name]["changed"] == 0, play.text
+    assert play.tasks(way.host.name) <= MAX_TASKS
+
+
+def test_check_mode_has_nothing_to_predict_on_a_converged_host(way: Way) -> None:
+    before = fingerprint(way.host)
+    play = run_play("site.yml", "--check", "--diff", hosts=[way.host])
+    assert play.status == 0, play.text
+    assert play.recap[way.host.name]["changed"] == 0, play.text
+    assert fingerprint(way.host) == before
+
+
+def test_findings_do_not_hold_up_the_way_back_and_tags_run_alone(way: Way) -> None:
+    play = run_play("site.yml", "--tags", "rollback", "--check", hosts=[way.host], fleet_engine="sglang-0.5.99")
+    assert "engine-unknown" in play.text
+    assert play.failure(way.host.name) == "" or "preflight" not in play.failure(way.host.name)
+    for role in ("sglang_venv", "ddtree_patches", "kernel_backends", "smoke"):
+        assert f"TASK [{role} :" not in play.text
+
+
+# --- a smoke that fails, and the way back ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Back:
+    """Two deployments after the first: one that is good, one whose engine runs another mode than the inventory says."""
+
+    host: LabHost
+    second: Play
+    failed: Play
+
+
+@pytest.fixture(scope="module")
+def back(way: Way) -> Back:
+    """dflash is deployed; then ddtree under a new name, which a drop-in of the site turns into dflash."""
+    host = way.host
+    second = run_play("site.yml", hosts=[host], gpu_units_defaults={**DEFAULTS, "mode": "dflash"})
+    assert second.status == 0, second.text
+    folder, config = "/etc/systemd/system/sglang@wrong.service.d", "/opt/sglang-fleet/wrong.yaml"
+    host.ssh(
+        f"mkdir -p {folder} && install -o root -g sglang -m 640 /etc/sglang-fleet/instances/cpu0.yaml {config} && "
+        f"grep -q DFLASH {config} && sed -i 's/DDTREE/DFLASH/' {config} && tee {folder}/site.conf",
+        stdin="[Service]\nExecStart=\nExecStart=/opt/sglang-fleet/current/venv/bin/python -P "
+        f"/opt/sglang-fleet/libexec/sglang_launch.py --config {config}\n",
+    )
+    instances = [{"name": "wrong", "gpus": [], "port": 30000}]
+    failed = run_play("site.yml", hosts=[host], gpu_units_instances=instances, gpu_units_defaults=DEFAULTS)
+    return Back(host, second, failed)
+
+
+def test_an_engine_in_the_wrong_mode_fails_the_smoke_by_its_hooks(back: Back) -> None:
+    told = back.failed.failure(back.host.name)
+    assert back.failed.status != 0
+    assert "Initialized DDTREE draft runner" in told, told
+    assert "DDTREE verify completed" in told, told
+
+
+def test_a_failed_smoke_rolls_back_by_itself(back: Back) -> None:
+    assert live(back.host) == ["cpu0"]
+    assert f"is back on {current(back.host)}" in back.failed.failure(back.host.name)
+    assert "DFLASH" in back.host.ssh("cat /etc/sglang-fleet/instances/cpu0.yaml").stdout
+    assert back.host.ssh("ls /etc/sglang-fleet/instances").stdout.split() == ["cpu0.env", "cpu0.yaml"]
+    assert back.host.ssh("systemctl is-active sglang-fleet-run", check=False).stdout.strip() == "inactive"
+
+
+def test_one_command_goes_back_to_the_deployment_before(back: Back) -> None:
+    play = run_play("site.yml", "--tags", "rollback", hosts=[back.host])
+    assert play.status == 0, play.text
+    assert live(back.host) == ["cpu0"]
+    assert "DDTREE" in back.host.ssh("cat /etc/sglang-fleet/instances/cpu0.yaml").stdout
+    for role in ("sglang_venv", "ddtree_patches", "smoke"):
+        assert f"TASK [{role} :" not in play.text
+
+
+# --- builds that fail -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def builder(lab: LabClient) -> LabHost:
+    """A host on which releases are built and nothing is served."""
+    return lab.fresh(1)[0]
+
+
+def left(host: LabHost) -> list[str]:
+    """What a failed build left in the folder of releases."""
+    return host.ssh("ls -A /opt/sglang-fleet/releases 2>/dev/null || true").stdout.split()
+
+
+def test_too_little_room_is_refused_before_the_build(builder: LabHost) -> None:
+    play = run_play("site.yml", "--tags", "build", hosts=[builder], gpu_host_min_disk_gib=100000)
+    assert "block [disk-low]" in play.failure(builder.name)
+    assert play.recap[builder.name]["changed"] == 0
+
+
+def test_a_disk_that_fills_in_the_build_is_told_and_leaves_nothing(builder: LabHost) -> None:
+    builder.ssh("mkdir -p /opt/sglang-fleet && mount -t tmpfs -o size=96m tmpfs /opt/sglang-fleet")
+    play = run_play("site.yml", "--tags", "build", hosts=[builder], gpu_host_min_disk_gib=0)
+    told = play.failure(builder.name)
+    remains = left(builder)
+    builder.ssh("umount /opt/sglang-fleet")
+    assert play.status != 0
+    assert "No space left" in told or "room" in told or "free" in told, told
+    assert [name for name in remains if name != ".lock"] == []
+
+
+def test_a_wrong_hash_in_the_lock_is_told_and_leaves_nothing(builder: LabHost, tmp_path: Path) -> None:
+    engines = tmp_path / "engines"
+    subprocess.run(["cp", "-r", str(REPO / "engines"), str(engines)], check=True)
+    lock = engines / "sglang-0.5.11/lock.txt"
+    head, mark, tail = lock.read_text().partition("\nidna==")
+    entry, gap, rest = tail.partition("\n\n") if "\n\n" in tail else (tail, "", "")
+    lines = (entry + gap + rest).split("\n")
+    end = next(at for at, line in enumerate(lines[1:], 1) if line and not line.startswith((" ", "#")))
+    wrong = [
+        line.replace("--hash=sha256:", "--hash=sha256:" + "0" * 8, 1)[: len(line)] if "--hash" in line else line
+        for line in lines[:end]
+    ]
+    lock.write_text(head + mark + "\n".join(wrong + lines[end:]))
+    play = run_play("site.yml", "--tags", "build", hosts=[builder], sglang_venv_engines_dir=str(engines))
+    told = play.failure(builder.name)
+    assert play.status != 0
+    assert "idna" in told, told
+    assert [name for name in left(builder) if name != ".lock"] == []
+
+
+def test_a_host_that_crashes_in_the_build_recovers_on_the_next_run(builder: LabHost, tmp_path: Path) -> None:
+    log = tmp_path / "build.log"
+    with playing("site.yml", "--tags", "build", hosts=[builder], log=log) as first:
+        assert until(lambda: any(name.startswith(".build-") for name in left(builder)) or first.poll() is not None, 300)
+        assert first.poll() is None, log.read_text()
+        builder.crash()
+        assert first.wait(timeout=300) != 0
+    builder.start()
+    assert any(name.startswith(".build-") for name in left(builder)), "the crash came in the middle of the build"
+    play = run_play("site.yml", "--tags", "build", hosts=[builder])
+    assert play.status == 0, play.text
+    releases = left(builder)
+    assert not [name for name in releases if name.startswith(".build-")]
+    assert builder.ssh(f"test -s /opt/sglang-fleet/releases/{releases[-1]}/manifest.json").returncode == 0
