@@ -41,7 +41,8 @@ class Play:
 
     def failure(self, host: str) -> str:
         """The message with which a host failed, unfolded to one line; empty if it did not."""
-        found = re.search(rf"^fatal: \[{re.escape(host)}(?: ->[^\n]*)?\]: FAILED! =>(.*?)^(?=\S)", self.text + "\nEND", re.M | re.S)
+        pattern = rf"^fatal: \[{re.escape(host)}(?: ->[^\n]*)?\]: FAILED! =>(.*?)^(?=\S)"
+        found = re.search(pattern, self.text + "\nEND", re.M | re.S)
         return " ".join(found.group(1).split()) if found else ""
 
 
