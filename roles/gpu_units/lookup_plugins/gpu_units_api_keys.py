@@ -13,7 +13,8 @@ DOCUMENTATION = r"""
 name: gpu_units_api_keys
 short_description: API keys by instance, from files of the control machine
 description:
-  - Reads the file that each instance names as C(api_key_file), itself or by the defaults. Relative paths start at the playbook.
+  - Reads the file that each instance names as C(api_key_file), itself or by the defaults. Relative paths start at the
+    inventory's folder.
 options:
   _terms:
     description: The instances.
@@ -54,7 +55,7 @@ class LookupModule(LookupBase):
             )
             if not file:
                 continue
-            path = Path(self.get_basedir(variables or {}), file)
+            path = Path((variables or {}).get("inventory_dir") or ".", Path(file).expanduser())
             try:
                 keys[instance.get("name")] = path.read_text(encoding="utf-8").strip()
             except OSError as error:

@@ -148,7 +148,7 @@ class Gpus:
     def holders(self, uuids: set[str]) -> list[str]:
         """Why GPUs are not free, one text per process or GPU; empty when they are."""
         found = [
-            f"GPU {uuid}: {describe(int(pid))} uses {memory} MiB"
+            f"GPU {uuid}: {describe(int(pid)) if pid.isdigit() else 'a process that shows no pid'} uses {memory} MiB"
             for uuid, pid, memory in self._query("compute-apps", "gpu_uuid,pid,used_memory")
             if uuid in uuids
         ]
