@@ -80,6 +80,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         return self._call(arguments | {"plan_file": remote}, variables)
 
     def _plan(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        if not arguments.get("python"):
+            raise AnsibleActionFail("no supported Python was found on this host; install python3.12 or python3.11")
         try:
             folder = Path(arguments["engines"]) / arguments["engine"]
             return make_plan(
