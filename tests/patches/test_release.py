@@ -122,6 +122,14 @@ def build_and_publish(root: Path, plan: dict[str, Any]) -> None:
         raise SystemExit(1) from None
 
 
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that only waits to be collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
 def test_a_build_that_was_killed_is_recovered_by_the_next(root: Path) -> None:
     plan = venv.make_plan()
     venv.make_options(root)
@@ -131,12 +139,13 @@ def test_a_build_that_was_killed_is_recovered_by_the_next(root: Path) -> None:
     until = time.monotonic() + 120
     while not (site / "sglang").exists() and run.is_alive() and time.monotonic() < until:
         time.sleep(0.01)
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    for pid in (run.pid, *map(int, children)):  # as a crash takes them: both at once
-        if pid:
-            os.kill(pid, signal.SIGKILL)
+    (uv,) = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    run.kill()
     run.join()
     assert run.exitcode == -signal.SIGKILL
+    while alive(int(uv)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not alive(int(uv)), "an installer goes with the run that started it"
     assert left(root) == [f".build-{plan['id']}"]
     done = building.build(plan, venv.make_options(root))
     assert done["discarded"] == [str(releases.build_path(root, plan["id"]))]

@@ -18,6 +18,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,8 @@ from ansible.module_utils.sglang_venv_release import (
 __all__ = ["BuildError", "Options", "build", "ensure_uv", "locked", "publish", "site_packages", "unfinished"]
 
 _CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
 _FULL = re.compile(r"No space left on device|os error 28|ENOSPC|Disk quota exceeded|os error 122")
 
 
@@ -105,6 +108,11 @@ def _discard(path: Path) -> None:
         shutil.rmtree(path)
 
 
+def _die_with_parent() -> None:
+    """In a child: end when this run ends, however it ends. A uv that went on alone would write into the next run's build."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _run(command: list[str], env: Mapping[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
@@ -115,6 +123,7 @@ def _run(command: list[str], env: Mapping[str, str], cwd: Path) -> subprocess.Co
         text=True,
         errors="replace",
         stdin=subprocess.DEVNULL,
+        preexec_fn=_die_with_parent,  # this process has no threads
     )
 
 
@@ -472,8 +481,7 @@ def _flush(path: Path) -> None:
     """Everything of the file system of `path` to disk: a rename must never be on disk before what it names."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.syncfs(handle) != 0:
+        if _LIBC.syncfs(handle) != 0:
             raise OSError(ctypes.get_errno(), "syncfs failed", str(path))
     finally:
         os.close(handle)
