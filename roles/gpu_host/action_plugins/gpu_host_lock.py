@@ -78,4 +78,4 @@ class ActionModule(ActionBase):
             holder = result.get("held_by")
         if not result.get("failed") and holder and not result.get("mine"):
             raise AnsibleActionFail(refusal(host, holder, ours=holder.get("controller") == here))
-        return result
+        return dict(result)

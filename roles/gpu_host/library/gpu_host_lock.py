@@ -57,12 +57,13 @@ taken_over: {description: Whether a lock that a dead run left was replaced., typ
 """
 
 import time
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gpu_host_lockfile import UNIT, describe, parse, same_run
 
 
-def current(module):
+def current(module: AnsibleModule) -> dict[str, Any] | None:
     """The holder of the lock with its invocation, None when nobody holds it."""
     _, out, _ = module.run_command(
         ["systemctl", "show", UNIT, "--property=ActiveState,Description,InvocationID"], check_rc=True
@@ -73,13 +74,12 @@ def current(module):
     return {**parse(values.get("Description", "")), "invocation": values.get("InvocationID", "")}
 
 
-def release(module, holder):
-    """End the unit when this run (or a run that was proven dead) holds it."""
+def release(module: AnsibleModule) -> None:
+    """End the unit, which this run or one that was proven dead holds."""
     module.run_command(["systemctl", "stop", UNIT], check_rc=True)
-    return holder
 
 
-def take(module, me):
+def take(module: AnsibleModule, me: dict[str, Any]) -> dict[str, Any]:
     """Start the unit; the loser of a race gets the winner as holder."""
     argv = [
         "systemd-run",
@@ -98,10 +98,10 @@ def take(module, me):
         module.fail_json(
             msg=f"The run lock could not be taken: {(err or out).strip()}. Next: look at `systemctl status {UNIT}` on the host."
         )
-    return holder
+    return holder or {}
 
 
-def main():
+def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "state": {"type": "str", "choices": ["held", "released"], "required": True},
@@ -128,11 +128,11 @@ def main():
     holder = current(module)
     if module.params["state"] == "released":
         if holder and same_run(holder, me):
-            release(module, holder)
+            release(module)
         module.exit_json(changed=False, taken_over=False)
     taken_over = False
     if holder and not same_run(holder, me) and holder["invocation"] == module.params["take_over"]:
-        release(module, holder)
+        release(module)
         holder, taken_over = None, True
     if holder is None:
         holder = take(module, me)

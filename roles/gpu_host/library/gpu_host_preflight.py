@@ -77,19 +77,21 @@ report: {description: The verdict as lines for people., type: list, elements: st
 import json
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gpu_host_gather import gather
 from ansible.module_utils.gpu_host_judge import instances_of, judge, lines, rows
 
 
-def texts(values):
+def texts(values: Iterable[Any]) -> list[str]:
     """The texts among values, each once."""
     return sorted({value for value in values if isinstance(value, str)})
 
 
-def facts_for(wanted, root, stand_in):
+def facts_for(wanted: dict[str, Any], root: str, stand_in: dict[str, Any] | None) -> dict[str, Any]:
     """Facts of this host for what the inventory asks; GPU facts from a recording where one is given."""
     instances = instances_of(wanted)
     paths = [one.get(key) for one in instances for key in ("model_path", "draft_model_path")]
@@ -104,7 +106,7 @@ def facts_for(wanted, root, stand_in):
     return facts
 
 
-def write(path, text):
+def write(path: Path, text: str) -> None:
     """Put a whole file in place or leave the old one."""
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".preflight-")
@@ -119,7 +121,7 @@ def write(path, text):
         raise
 
 
-def main():
+def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "host": {"type": "str", "required": True},

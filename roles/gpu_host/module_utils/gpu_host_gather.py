@@ -360,9 +360,14 @@ def gather_room(root: str) -> Facts:
 # --- models -------------------------------------------------------------------------------------
 
 
+def _inner(config: Facts, key: str) -> Facts:
+    found = config.get(key)
+    return found if isinstance(found, dict) else {}
+
+
 def describe_config(config: Facts) -> Facts:
     """What the judge needs of a config.json; a multimodal model keeps its text part in text_config."""
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    text = _inner(config, "text_config") or config
     layers = [str(layer) for layer in text.get("layer_types") or []]
     types = {str(config.get("model_type")), str(text.get("model_type"))}
     hybrid = (
@@ -371,7 +376,7 @@ def describe_config(config: Facts) -> Facts:
         or "hybrid_override_pattern" in text
         or "linear_attn_config" in text
     )
-    draft = config.get("dflash_config") if isinstance(config.get("dflash_config"), dict) else {}
+    draft = _inner(config, "dflash_config")
     return {
         "model_type": config.get("model_type"),
         "architectures": config.get("architectures") or [],

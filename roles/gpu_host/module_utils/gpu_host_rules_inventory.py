@@ -7,7 +7,7 @@ import ipaddress
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from ansible.module_utils.gpu_host_rules import (
     BLOCK,
@@ -70,7 +70,7 @@ HOST_NAME = re.compile(
 )
 
 
-def _whole(value: Any) -> bool:
+def _whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
