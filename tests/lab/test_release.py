@@ -63,17 +63,17 @@ def test_without_a_wheelhouse_the_error_says_what_to_give_the_host(cut: LabHost,
 
 
 def test_a_wheelhouse_lacking_a_file_names_it(cut: LabHost, folders: tuple[Path, Path]) -> None:
-    cut.ssh(f"mkdir -p /root/part && cp {HOUSE}/* /root/part/ && rm /root/part/msgspec-*")
-    play = build(cut, folders, sglang_venv_wheelhouse="/root/part")
+    cut.ssh(f"mkdir -p /srv/part && cp {HOUSE}/* /srv/part/ && rm /srv/part/msgspec-*")
+    play = build(cut, folders, sglang_venv_wheelhouse="/srv/part")
     assert "lacks msgspec-" in play.failure(cut.name), play.text
     assert releases(cut) == []
 
 
 def test_a_file_that_was_changed_on_the_way_is_named(cut: LabHost, folders: tuple[Path, Path]) -> None:
     cut.ssh(
-        f"cp {HOUSE}/* /root/part/ && f=$(ls /root/part/anyio-*.whl) && printf X | dd of=$f bs=1 seek=99 conv=notrunc"
+        f"cp {HOUSE}/* /srv/part/ && f=$(ls /srv/part/anyio-*.whl) && printf X | dd of=$f bs=1 seek=99 conv=notrunc"
     )
-    play = build(cut, folders, sglang_venv_wheelhouse="/root/part")
+    play = build(cut, folders, sglang_venv_wheelhouse="/srv/part")
     assert "wrong hash: anyio==" in play.failure(cut.name), play.text
     assert releases(cut) == []
 

@@ -47,7 +47,7 @@ def read_engine(folder: Path, uv_requirements: Path) -> dict[str, Any]:
         raise LockError(f"engine {folder.name}: {error}") from None
 
 
-class ActionModule(ActionBase):  # type: ignore[misc]
+class ActionModule(ActionBase):
     """See roles/sglang_venv/library/sglang_release.py for the options."""
 
     _requires_connection = True

@@ -80,7 +80,7 @@ def _dynamic(data: mmap.mmap, offset: int, size: int, count: int, symbols: bool)
     def place(address: int) -> int:
         for vaddr, start, length in loads:
             if vaddr <= address < vaddr + length:
-                return address - vaddr + start
+                return int(address - vaddr + start)
         raise ValueError(f"address {address:#x} is in no segment")
 
     tags: dict[int, int] = {}
