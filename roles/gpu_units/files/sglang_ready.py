@@ -101,7 +101,7 @@ def wait(url: str, key: str | None, pid: int, limit_s: float) -> str:
     process = watch(pid)
     port = urllib.parse.urlsplit(url).port or 80
     begin = time.monotonic()
-    told = begin
+    tell = REPORT_S
     last = "no answer yet"
     while (now := time.monotonic()) - begin < limit_s:
         # A request may hang while the engine dies, so it is short; the next round looks at the process first.
@@ -117,8 +117,8 @@ def wait(url: str, key: str | None, pid: int, limit_s: float) -> str:
             if 400 <= status < 500:
                 raise RuntimeError(f"the engine refuses a plain request: {last}")
         pause(process, PAUSE_S)
-        if now - told > REPORT_S:
-            told = now
+        if now - begin > tell:
+            tell *= 2  # ever more seldom, or these lines would push the engine's own out of what a failure shows
             say(f"not ready after {now - begin:.0f} s, {last}")
     raise TimeoutError(f"no token within {limit_s:.0f} s; last answer {last}")
 

@@ -271,6 +271,8 @@ def main() -> None:
         module.fail_json(msg=f"{platform.node()}: the instances can't be served.\n- " + "\n- ".join(error.problems))
     except (HostError, OSError, subprocess.SubprocessError) as error:
         module.fail_json(msg=f"{platform.node()}: {error}")
+    for note in result["notes"]:
+        module.warn(note)
     module.exit_json(**result)
 
 

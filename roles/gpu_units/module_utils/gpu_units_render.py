@@ -308,7 +308,7 @@ def _instance_problems(instance: Data, where: str, modes: Data, profile: Data) -
     return found
 
 
-def resolve(instances: list[Data], defaults: Data, profile: Data, modes: Data, gpus: list[Data]) -> list[Data]:
+def resolve(instances: list[Any], defaults: Data, profile: Data, modes: Data, gpus: list[Data]) -> list[Data]:
     """Instances with defaults merged and `uuids` resolved; raises InvalidError with every mistake of the inventory.
 
     `gpus` is the host's list of {index, uuid, ...} in PCI order, `profile` is {name, args, env}, `modes` the data of modes.yml.
@@ -347,9 +347,9 @@ def resolve(instances: list[Data], defaults: Data, profile: Data, modes: Data, g
             problems.append(f"{where}: the name is used twice; names are unique on a host")
         names.add(str(instance.get("name")))
         port = instance.get("port")
-        if port in ports and _is_int(port):
+        if isinstance(port, int) and port in ports:
             problems.append(f"{where}: port {port} is already used by instance {ports[port]}; give each its own")
-        elif _is_int(port):
+        elif isinstance(port, int):
             ports[port] = str(instance.get("name"))
         for uuid in instance["uuids"]:
             if uuid in owners:
