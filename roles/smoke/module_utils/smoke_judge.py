@@ -93,7 +93,7 @@ class JournalScan:
         if not self._open or self._ignore.search(line):
             return
         for ident in [i for i, pattern in self._open.items() if pattern.search(line)]:
-            self.found[ident] = line.strip()
+            self.found[ident] = line.strip()[:500]
             del self._open[ident]
 
     def missing(self) -> list[str]:
