@@ -23,7 +23,7 @@ class Progress:
     where the work began before this process.
     """
 
-    def __init__(self, out: TextIO, *, started: float | None = None, every: float = 20.0) -> None:
+    def __init__(self, out: TextIO, *, started: float | None = None, every: float = 30.0) -> None:
         self.out, self.every = out, every
         self.started = time.time() if started is None else started
         self.seconds: dict[str, float] = {}
@@ -71,8 +71,8 @@ def run_logged(
 ) -> int:
     """Runs a program without stdin; every line of its output goes to `log` (appended) and to `on_line`.
 
-    `on_wait` is called about once a second while nothing comes. Returns the exit status, 128 + n after signal n. At Ctrl-C the
-    program, which the terminal told too, is given the time to end before KeyboardInterrupt goes on.
+    `on_wait` is called about once a second while nothing comes. Returns the exit status, 128 + n after signal n. Whatever ends
+    this early waits for the program's own end: at Ctrl-C the terminal has told it too, otherwise it gets SIGTERM.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -85,19 +85,25 @@ def run_logged(
         file.write(f"$ {' '.join(argv)}\n")
         pipe, rest = cast(IO[bytes], child.stdout).fileno(), b""
         ready.register(pipe, selectors.EVENT_READ)
-        while True:
-            if not ready.select(timeout=1.0):
-                on_wait()
-                continue
-            data = os.read(pipe, 65536)
-            *lines, rest = (rest + data).split(b"\n") if data else ([rest, b""] if rest else [b""])
-            for raw in lines:
-                line = raw.decode(errors="replace").rstrip("\r")
-                file.write(line + "\n")
-                on_line(line)
-            file.flush()
-            if not data:
-                break
+        try:
+            while True:
+                if not ready.select(timeout=1.0):
+                    on_wait()
+                    continue
+                data = os.read(pipe, 65536)
+                *lines, rest = (rest + data).split(b"\n") if data else ([rest, b""] if rest else [b""])
+                for raw in lines:
+                    line = raw.decode(errors="replace").rstrip("\r")
+                    file.write(line + "\n")
+                    on_line(line)
+                file.flush()
+                if not data:
+                    break
+        except BaseException as reason:
+            if not isinstance(reason, KeyboardInterrupt):
+                child.terminate()
+            child.communicate()  # a full pipe would keep it from ending
+            raise
         code = child.wait()
     return code if code >= 0 else 128 - code
 

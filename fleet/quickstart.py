@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -205,7 +206,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(f"quickstart: {sentence}" for sentence in wrong), file=sys.stderr)
         return 2
     progress.done("setup", now - started)
-    report = run(args, progress)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        report = run(args, progress)
+    except KeyboardInterrupt:
+        progress.say(f"interrupted; run it again to go on from here, or: bin/lab down --lab {args.lab}")
+        return 130
     if args.json:
         print(json.dumps(report, indent=1))
     elif "verdict" in report:

@@ -63,6 +63,26 @@ def test_waiting_is_reported_while_nothing_comes(tmp_path: Path) -> None:
     assert waits
 
 
+def test_program_is_told_to_end_and_waited_for_when_its_reader_fails(tmp_path: Path) -> None:
+    code = f"""
+import pathlib, signal, sys, time
+def bye(*_):
+    print("x" * 300000)  # more than a pipe holds
+    pathlib.Path({str(tmp_path / "ended")!r}).touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, bye)
+print("up")
+time.sleep(60)
+"""
+
+    def fail(_: str) -> None:
+        raise RuntimeError("reader")
+
+    with pytest.raises(RuntimeError, match="reader"):
+        run_logged(python(code), tmp_path / "log", fail, nothing)
+    assert (tmp_path / "ended").exists()
+
+
 def test_phase_is_measured_even_if_it_fails() -> None:
     out = io.StringIO()
     progress = Progress(out)
