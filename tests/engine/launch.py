@@ -20,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -191,6 +191,7 @@ def serve(
     profile: str = "cpu",
     env: Mapping[str, str] | None = None,
     limit: float = START_LIMIT,
+    turn: bool = True,
 ) -> Iterator[Engine]:
     """Serve one engine for the length of a `with` block.
 
@@ -201,6 +202,7 @@ def serve(
         profile: device profile.
         env: further environment of the server.
         limit: seconds until the first token.
+        turn: wait until no other engine of these tests runs; not needed for one that ends at its arguments.
 
     Raises:
         EngineFailed: with the last lines of the log.
@@ -220,7 +222,7 @@ def serve(
     }
     log_path = work / "engine.log"
     command = [str(python), "-m", "sglang.launch_server", *flags(merged)]
-    with _turn(), open(log_path, "wb") as log:
+    with _turn() if turn else nullcontext(), open(log_path, "wb") as log:
         started = time.monotonic()
         process = subprocess.Popen(
             command, env=environment, cwd=work, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,

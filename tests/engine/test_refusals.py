@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine import engine_venv, launch
-from tests.engine.conftest import NANO, Mode
+from tests.engine.conftest import NANO
 
 # What makes a model hybrid is in its config; these are the keys of a Qwen3-Next with tiny sizes of our own.
 HYBRID = {
@@ -27,6 +27,7 @@ HYBRID = {
 }  # fmt: skip
 
 TREE: dict[str, Any] = {"speculative-algorithm": "DDTREE", "speculative-draft-model-path": str(NANO / "draft")}
+NO_RADIX = {"disable-radix-cache": True}
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "budget 0": ({**TREE, "speculative-ddtree-budget": 0}, ["--speculative-ddtree-budget", "at least 1", "got 0"]),
     "topk 0": ({**TREE, "speculative-ddtree-topk": 0}, ["--speculative-ddtree-topk", "at least 1", "got 0"]),
@@ -37,6 +38,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "flag without algorithm": (
         {"speculative-ddtree-budget": 7},
         ["--speculative-ddtree-budget", "--speculative-algorithm DDTREE"],
+    ),
+    "hybrid, no radix cache": (
+        {**TREE, **NO_RADIX, "model-path": "HYBRID"},
+        ["recurrent", "--speculative-ddtree-allow-hybrid-unsafe"],
     ),
     "hybrid": ({**TREE, "model-path": "HYBRID"}, ["recurrent", "--speculative-ddtree-allow-hybrid-unsafe"]),
     "good": (TREE, []),
@@ -100,10 +105,13 @@ def test_arguments(said: dict[str, str | None], case: str) -> None:
     assert answer.startswith("ValueError: ")
 
 
-def test_server_does_not_start(start: Any, hybrid: Path) -> None:
+def test_server_does_not_start(engine_python: Path, hybrid: Path, tmp_path: Path) -> None:
     """The real door: the process ends by itself, and its last line is the reason."""
-    mode = Mode("refused", "ddtree", None, {**TREE, "model-path": str(hybrid)})
-    with pytest.raises(launch.EngineFailed, match="engine ended with 1 before it was ready") as failure, start(mode):
+    args = {**TREE, **NO_RADIX, "model-path": str(hybrid)}
+    with (
+        pytest.raises(launch.EngineFailed, match="engine ended with 1 before it was ready") as failure,
+        launch.serve(engine_python, tmp_path, args, turn=False),
+    ):
         pass
     last = [line for line in str(failure.value).splitlines() if line.strip()][-1]
     assert last.startswith("ValueError: DDTREE cannot verify trees on ")
