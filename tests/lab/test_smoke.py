@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from fleet.lab.client import LabClient, LabHost
-from tests.unit.smoke_fakes import DATA, PROMPTS, SHADOW, TREE, log
+from tests.unit.smoke_fakes import DATA, PROMPTS, log
 
 REPO = Path(__file__).resolve().parents[2]
 RELEASE = "feedc0de00000001"
@@ -43,15 +43,13 @@ PLAY = """\
 
 
 def lines() -> dict[str, dict[str, list[str]]]:
-    """Journal lines by mode: at start, and with the first verify."""
-    chain = [x for x in log("dflash") if "DFLASH verify" in x]
-    start = [x for x in log("dflash") if "DFLASH verify" not in x]
-    return {
-        "baseline": {"start": log("baseline"), "verify": []},
-        "dflash": {"start": start, "verify": chain},
-        "ddtree-shadow": {"start": SHADOW[:2], "verify": SHADOW[2:]},
-        "ddtree": {"start": TREE[:1], "verify": TREE[1:]},
-    }
+    """Journal lines by mode: up to the first verify, and from there on."""
+    made = {}
+    for mode in ("baseline", "dflash", "ddtree-shadow", "ddtree"):
+        every = log(mode)
+        cut = next((n for n, line in enumerate(every) if "verify completed" in line), len(every))
+        made[mode] = {"start": every[:cut], "verify": every[cut:]}
+    return made
 
 
 def put(host: LabHost, path: str, text: str) -> None:

@@ -25,29 +25,17 @@ SETTINGS = {
 }  # fmt: skip
 RELEASE = "0123456789abcdef"
 
-# The engine side of the Hooks table, as the patched engine of mode ddtree and ddtree-shadow writes it.
 STAMP = "[2026-11-29 19:20:46] "
-TREE = [
-    STAMP
-    + "Initialized DDTREE draft runner. attention_backend=triton, model=DFlashDraftModel, block_size=16, budget=15",
-    STAMP + "DDTREE verify completed. num_accepted_drafts_per_req=[2, 0, 1]",
-    STAMP + "DDTREE metrics steps=1 mean_accepted=1.00 tree_nodes=15.0 tokens_per_step=2.00",
-]
-SHADOW = [
-    TREE[0],
-    STAMP + "DDTREE shadow-linear mode is enabled: trees are measured, the chain is verified",
-    STAMP + "DFLASH verify completed. num_accepted_drafts_per_req=[2, 0, 1]",
-    TREE[2],
-]
 
 
 def log(mode: str) -> list[str]:
-    """The journal of an engine in a mode: recorded for baseline and dflash, the table's lines for the others."""
-    if mode in ("baseline", "dflash"):
-        return (DATA / f"{mode}.log").read_text().splitlines()
-    around = [line for line in log("baseline") if "server_args=" not in line]
-    flags = STAMP + "server_args=ServerArgs(speculative_algorithm='DDTREE', speculative_ddtree_shadow_linear=False)"
-    return [flags, *around, *(TREE if mode == "ddtree" else SHADOW)]
+    """The journal of a real engine in a mode."""
+    return (DATA / f"{mode}.log").read_text().splitlines()
+
+
+def of(mode: str, words: str) -> str:
+    """The first line of a mode's journal that begins with words after its stamp."""
+    return next(line for line in log(mode) if line.partition("] ")[2].startswith(words))
 
 
 class FakeHost(sh.Host):

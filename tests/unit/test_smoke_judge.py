@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from ansible.module_utils import smoke_judge as judge
 
-from tests.unit.smoke_fakes import HOOKS, PROMPTS, RECORDED, SHADOW, STAMP, TREE, log
+from tests.unit.smoke_fakes import HOOKS, PROMPTS, RECORDED, STAMP, log, of
 
 MODES = list(HOOKS["modes"])
 MUST = [(mode, ident) for mode in MODES for ident in HOOKS["modes"][mode]["must"]]
 NEVER = [(mode, ident) for mode in MODES for ident in HOOKS["modes"][mode]["never"]]
 # A line that each forbidden pattern is there for.
 BAD_LINES = {
-    "never.ddtree": TREE[0],
-    "never.dflash": STAMP + "Initialized DFLASH draft runner. attention_backend=triton, model=DFlashDraftModel",
-    "never.ddtree-verify": TREE[1],
-    "never.shadow-linear": SHADOW[1],
-    "never.dflash-verify": SHADOW[2],
+    "never.ddtree": of("ddtree", "Initialized DDTREE"),
+    "never.dflash": of("dflash", "Initialized DFLASH"),
+    "never.ddtree-verify": of("ddtree", "DDTREE verify"),
+    "never.shadow-linear": of("ddtree-shadow", "DDTREE shadow"),
+    "never.dflash-verify": of("dflash", "DFLASH verify"),
     "never.fallback": STAMP + "DFLASH draft worker does not support 'trtllm_mha' here. Falling back to 'flashinfer'.",
 }
 
