@@ -14,6 +14,20 @@ import pytest
 PYTHON_ROOMS = ["fleet", "tests", "roles", "models", "ddtree_patches"]
 
 
+ANYTHING = """from typing import Any, NoReturn
+def __getattr__(name: str) -> Any: ...
+"""
+ENDS = """
+class AnsibleModule:
+    check_mode: bool
+    params: dict[str, Any]
+    def __init__(self, argument_spec: dict[str, Any], **rest: Any) -> None: ...
+    def __getattr__(self, name: str) -> Any: ...
+    def exit_json(self, **result: Any) -> NoReturn: ...
+    def fail_json(self, msg: str, **result: Any) -> NoReturn: ...
+"""
+
+
 def lint(repo: Path, *argv: str | Path, names: Mapping[str, str] | None = None, **more: str) -> None:
     """Runs one linter in the repository; its whole output is the failure's text, with `names` put for what they replace."""
     env = {**os.environ, "NO_COLOR": "1", "PY_COLORS": "0", "ANSIBLE_NOCOLOR": "1", **more}
@@ -74,8 +88,8 @@ def typed_names(repo: Path) -> tuple[Path, dict[str, str]]:
             link.symlink_to(repo / file)
             origin[str(link.relative_to(repo))] = file
     for package in ("ansible", "ansible/module_utils"):
-        stub = "from typing import Any\n\ndef __getattr__(name: str) -> Any: ...\n"
-        (names / package / "__init__.pyi").write_text(stub)
+        (names / package / "__init__.pyi").write_text(ANYTHING)
+    (names / "ansible/module_utils/basic.pyi").write_text(ANYTHING + ENDS)
     return names, origin
 
 

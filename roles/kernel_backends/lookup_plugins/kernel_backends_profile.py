@@ -141,7 +141,7 @@ def load(name: str, files: Path = FILES) -> dict[str, Any]:
     }
 
 
-class LookupModule(LookupBase):  # type: ignore[misc]
+class LookupModule(LookupBase):
     def run(self, terms: list[Any], variables: dict[str, Any] | None = None, **kwargs: Any) -> list[dict[str, Any]]:
         try:
             return [load(str(term)) for term in terms]
