@@ -40,10 +40,10 @@ class Play:
         return sum(counts[word] for word in ("ok", "failed", "skipped", "rescued"))
 
     def failure(self, host: str) -> str:
-        """The message with which a host failed, unfolded to one line; empty if it did not."""
+        """The last message with which a host failed, unfolded to one line; empty if it did not. Earlier ones were rescued."""
         pattern = rf"^fatal: \[{re.escape(host)}(?: ->[^\n]*)?\]: FAILED! =>(.*?)^(?=\S)"
-        found = re.search(pattern, self.text + "\nEND", re.M | re.S)
-        return " ".join(found.group(1).split()) if found else ""
+        found = re.findall(pattern, self.text + "\nEND", re.M | re.S)
+        return " ".join(found[-1].split()) if found else ""
 
 
 def command(*words: str, hosts: Sequence[LabHost] = (), inventory: Path | None = None, **variables: Any) -> list[str]:

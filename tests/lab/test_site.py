@@ -247,7 +247,7 @@ def test_the_everyday_verb_agrees(way: Way) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout)["ok"]
+    assert [verdict["ok"] for verdict in json.loads(done.stdout)] == [True]
 
 
 def test_a_second_run_changes_nothing_in_few_tasks(way: Way) -> None:
@@ -314,7 +314,9 @@ def test_a_failed_smoke_rolls_back_by_itself(back: Back) -> None:
     assert live(back.host) == ["cpu0"]
     assert f"is back on {current(back.host)}" in back.failed.failure(back.host.name)
     assert "DFLASH" in back.host.ssh("cat /etc/sglang-fleet/instances/cpu0.yaml").stdout
-    assert back.host.ssh("ls /etc/sglang-fleet/instances").stdout.split() == ["cpu0.env", "cpu0.yaml"]
+    files = back.host.ssh("ls /etc/sglang-fleet/instances").stdout.split()
+    assert files
+    assert all(name.startswith("cpu0.") for name in files), "nothing of the failed instance stays"
     assert back.host.ssh("systemctl is-active sglang-fleet-run", check=False).stdout.strip() == "inactive"
 
 
