@@ -40,8 +40,7 @@ def add_ddtree_cli_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculative-ddtree-topk",
         type=int,
-        help=f"DDTREE only. Candidates per drafted position (default {DEFAULT_TOPK}). "
-        "1 drafts a chain.",
+        help=f"DDTREE only. Candidates per drafted position (default {DEFAULT_TOPK}). 1 drafts a chain.",
     )
     parser.add_argument(
         "--speculative-ddtree-spine",
@@ -63,7 +62,7 @@ def add_ddtree_cli_args(parser: argparse.ArgumentParser) -> None:
 
 
 def check_ddtree_args(args: ServerArgs) -> None:
-    """Refuse values that cannot work, before anything is loaded.
+    """Refuse values that cannot work, before anything is loaded and before any rule for one model speaks up.
 
     Raises:
         ValueError: naming the flag, its value, what was expected and what to do.
@@ -79,11 +78,7 @@ def check_ddtree_args(args: ServerArgs) -> None:
     _default(args, "speculative_ddtree_budget", DEFAULT_BUDGET, least=1)
     _default(args, "speculative_ddtree_topk", DEFAULT_TOPK, least=1)
     _default(args, "speculative_ddtree_spine", DEFAULT_SPINE, least=0)
-    if args.page_size not in (None, 1):
-        raise ValueError(
-            f"DDTREE needs --page-size 1, got {args.page_size}: an accepted path takes single KV "
-            "slots out of the tree. Leave --page-size out or set it to 1."
-        )
+    _check_page_size(args)
     if args.enable_deterministic_inference:
         raise ValueError(
             "DDTREE does not support --enable-deterministic-inference: the verify batch is wider "
@@ -116,6 +111,7 @@ def apply_ddtree_args(args: ServerArgs) -> None:
     `speculative_num_steps` tells the scheduler that a draft block takes as many
     KV slots for a moment (EAGLE's meaning of topk * num_steps).
     """
+    _check_page_size(args)
     block_size = int(args.speculative_num_draft_tokens)
     if block_size < 2:
         raise ValueError(
@@ -179,6 +175,15 @@ def hybrid_refusal(model_path: str, layers: str) -> str:
         "--speculative-ddtree-shadow-linear for this model; "
         "--speculative-ddtree-allow-hybrid-unsafe is for research and gives wrong outputs."
     )
+
+
+def _check_page_size(args: ServerArgs) -> None:
+    """Asked twice: for what was given, and for what backend and model have made of it."""
+    if args.page_size not in (None, 1):
+        raise ValueError(
+            f"DDTREE needs --page-size 1, got {args.page_size}: an accepted path takes single KV "
+            "slots out of the tree. Leave --page-size out or set it to 1."
+        )
 
 
 def _default(args: ServerArgs, name: str, default: int, *, least: int) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import List, Tuple
+from typing import Callable, List, Tuple
 
 import torch
 
@@ -17,7 +17,7 @@ from sglang.srt.layers.sampler import (
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.common import alloc_token_slots
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.speculative.ddtree_utils import DDTree, TreeWalk, ancestor_mask, walk_tree
+from sglang.srt.speculative.ddtree_utils import DDTree
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_utils import assign_req_to_token_pool_func
 
@@ -31,6 +31,9 @@ class DDTreeVerifyInput(DFlashVerifyInput):
 
     Attributes:
         tree: the trees, on the device.
+        ancestors: bool ``[bs, q, q]``, which slots each slot may see in the tree.
+        walk: tree columns, ancestors, draft tokens and target tokens to the
+            accepted path and the one tensor that the host reads.
         max_depth: drafted positions, ``block_size - 1``.
         last_slots: int64 ``[bs]`` after `verify`, slot of each request's last
             committed token in the tree.
@@ -38,12 +41,22 @@ class DDTreeVerifyInput(DFlashVerifyInput):
     """
 
     tree: DDTree | None = None
+    ancestors: torch.Tensor | None = None
+    walk: Callable[..., Tuple[torch.Tensor, ...]] | None = None
     max_depth: int = 0
     last_slots: torch.Tensor | None = None
     nodes: List[int] | None = None
 
     @classmethod
-    def from_tree(cls, tree: DDTree, roots: torch.Tensor, seq_lens: torch.Tensor, max_depth: int) -> DDTreeVerifyInput:
+    def from_tree(
+        cls,
+        tree: DDTree,
+        ancestors: torch.Tensor,
+        roots: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_depth: int,
+        walk: Callable[..., Tuple[torch.Tensor, ...]],
+    ) -> DDTreeVerifyInput:
         """Lay the trees out for one forward pass.
 
         Args:
@@ -61,6 +74,8 @@ class DDTreeVerifyInput(DFlashVerifyInput):
             positions=positions.flatten(),
             draft_token_num=tree.parents.shape[1],
             tree=tree,
+            ancestors=ancestors,
+            walk=walk,
             max_depth=max_depth,
         )
 
@@ -85,7 +100,6 @@ class DDTreeVerifyInput(DFlashVerifyInput):
             batch.out_cache_loc,
             bs,
         )
-        self.ancestors = ancestor_mask(self.tree, self.max_depth)
         device = self.ancestors.device
         prefix = batch.seq_lens.to(torch.int64)
         width = prefix + q
@@ -114,11 +128,7 @@ class DDTreeVerifyInput(DFlashVerifyInput):
             return torch.repeat_interleave(values, q, dim=0)
 
         probs = torch.softmax(logits.float() / per_slot(sampling_info.temperatures), dim=-1)
-        if (
-            sampling_info.need_top_p_sampling
-            or sampling_info.need_top_k_sampling
-            or sampling_info.need_min_p_sampling
-        ):
+        if sampling_info.need_top_p_sampling or sampling_info.need_top_k_sampling or sampling_info.need_min_p_sampling:
             drawn = top_k_top_p_min_p_sampling_from_probs_torch(
                 probs,
                 per_slot(sampling_info.top_ks),
@@ -155,17 +165,24 @@ class DDTreeVerifyInput(DFlashVerifyInput):
         sampling_info = batch.sampling_info
         if sampling_info is not None and sampling_info.logit_bias is not None:
             logits_output.next_token_logits.add_(torch.repeat_interleave(sampling_info.logit_bias, q, dim=0))
-        walk = walk_tree(
-            self.tree, self.ancestors, self._target_tokens(logits_output.next_token_logits, sampling_info), self.max_depth
+        tree = self.tree
+        path, packed = self.walk(
+            tree.parents,
+            tree.token_ids,
+            tree.depths,
+            tree.num_nodes,
+            self.ancestors,
+            self.draft_token.view(bs, q),
+            self._target_tokens(logits_output.next_token_logits, sampling_info),
         )
-        commit_lens_cpu, new_tokens = self._emit(batch, walk)
+        commit_lens_cpu, new_tokens = self._emit(batch, packed)
 
         device = self.tree.parents.device
         commit_lens = torch.tensor(commit_lens_cpu, dtype=torch.int32, device=device)
-        kept = torch.arange(walk.path.shape[1], device=device) < commit_lens[:, None]
-        rows = (torch.arange(bs, device=device) * q)[:, None] + walk.path
+        kept = torch.arange(path.shape[1], device=device) < commit_lens[:, None]
+        rows = (torch.arange(bs, device=device) * q)[:, None] + path
         kept_rows = rows[kept]
-        self.last_slots = walk.path.gather(1, (commit_lens.to(torch.int64) - 1)[:, None]).squeeze(1)
+        self.last_slots = path.gather(1, (commit_lens.to(torch.int64) - 1)[:, None]).squeeze(1)
         self._commit_kv(batch, kept_rows, commit_lens, commit_lens_cpu)
 
         hidden = logits_output.hidden_states.view(bs * q, -1)
@@ -178,20 +195,20 @@ class DDTreeVerifyInput(DFlashVerifyInput):
             [length - 1 for length in commit_lens_cpu],
         )
 
-    def _emit(self, batch: ScheduleBatch, walk: TreeWalk) -> Tuple[List[int], List[int]]:
+    def _emit(self, batch: ScheduleBatch, packed: torch.Tensor) -> Tuple[List[int], List[int]]:
         """Append the walked tokens to their requests until each one finishes.
+
+        Args:
+            packed: int64 ``[bs, max_depth + 3]``: path tokens, accept length, bonus, slots used.
 
         Returns:
             committed tree tokens per request (the root counted; as many as were
             appended) and the last appended token per request.
         """
-        tokens = self.draft_token.view(batch.batch_size(), -1).gather(1, walk.path)
-        # The one device-to-host copy of the step.
-        columns = (walk.accept_lens, walk.bonus, self.tree.num_nodes)
-        packed = torch.cat([tokens[:, 1:], *(column[:, None] for column in columns)], dim=1).tolist()
-        self.nodes = [row[-1] - 1 for row in packed]
+        rows = packed.tolist()  # the one device-to-host copy of the step
+        self.nodes = [row[-1] - 1 for row in rows]
         commit_lens, new_tokens = [], []
-        for req, (*path, accept_len, bonus, _) in zip(batch.reqs, packed, strict=True):
+        for req, (*path, accept_len, bonus, _) in zip(batch.reqs, rows, strict=True):
             appended = 0
             for token in [*path[:accept_len], bonus]:
                 req.output_ids.append(token)

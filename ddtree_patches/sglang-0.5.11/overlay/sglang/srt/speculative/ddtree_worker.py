@@ -21,11 +21,15 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.ddtree_args import TREE_ATTENTION_BACKENDS, hybrid_refusal
+from sglang.srt.speculative.ddtree_graph import ShapeGraphs
 from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput
-from sglang.srt.speculative.ddtree_utils import DDTree, build_ddtree, merge_top_k
+from sglang.srt.speculative.ddtree_utils import DDTree, ancestor_mask, build_ddtree, merge_top_k, walk_tree
 from sglang.srt.speculative.dflash_worker import DFlashWorker
 
 logger = logging.getLogger(__name__)
+
+_HEAD_ROWS = 256
+"""Rows that go through the vocabulary head at once, as in DFLASH's own sampling."""
 
 _TREE_BACKEND_CLASSES = {"triton": "TritonAttnBackend"}
 
@@ -81,6 +85,15 @@ class DDTreeWorker(DFlashWorker):
         self.metrics = DDTreeMetrics()
         self._metrics_interval = metrics_interval()
         self._tree: Optional[DDTree] = None
+        self._lm_head: Optional[torch.nn.Module] = None
+        graphed = (
+            torch.device(self.device).type == "cuda"
+            and not server_args.disable_cuda_graph
+            and get_tp_group().world_size == 1
+        )
+        max_rows = int(server_args.cuda_graph_max_bs) if graphed else 0
+        self._grow = ShapeGraphs(self._grow_trees, max_rows=max_rows)
+        self._walk = ShapeGraphs(self._walk_trees, max_rows=max_rows)
         self._verify_input: Optional[DDTreeVerifyInput] = None
         if not self.shadow_linear:
             self._refuse_what_cannot_verify_trees()
@@ -104,7 +117,9 @@ class DDTreeWorker(DFlashWorker):
 
     def _refuse_what_cannot_verify_trees(self) -> None:
         backend = self.model_runner.attn_backend
-        while (inner := getattr(backend, "full_attn_backend", None) or getattr(backend, "decode_backend", None)) is not None:
+        while (
+            inner := getattr(backend, "full_attn_backend", None) or getattr(backend, "decode_backend", None)
+        ) is not None:
             backend = inner
         allowed = [_TREE_BACKEND_CLASSES[name] for name in TREE_ATTENTION_BACKENDS]
         if type(backend).__name__ not in allowed:
@@ -145,14 +160,40 @@ class DDTreeWorker(DFlashWorker):
         Returns:
             the verify input, or None in shadow mode: DFLASH's own linear input is used then.
         """
-        bs = draft_hidden.shape[0]
-        log_probs, token_ids = self._top_k_log_probs(draft_hidden[:, 1:].flatten(0, 1), lm_head)
-        shape = (bs, self.max_depth, -1)
-        self._tree = build_ddtree(log_probs.view(shape), token_ids.view(shape), self.budget, spine=self.spine)
+        self._lm_head = lm_head
+        *columns, ancestors = self._grow(draft_hidden[:, 1:])
+        self._tree = DDTree(*columns)
         if self.shadow_linear:
             return None
-        self._verify_input = DDTreeVerifyInput.from_tree(self._tree, verified_ids, batch.seq_lens, self.max_depth)
+        self._verify_input = DDTreeVerifyInput.from_tree(
+            self._tree, ancestors, verified_ids, batch.seq_lens, self.max_depth, self._walk
+        )
         return self._verify_input
+
+    def _grow_trees(self, hidden: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+        """Drafter states ``[bs, max_depth, hidden]`` to a tree's four columns and its ancestor mask."""
+        # In parts: the logits of a full batch over a large vocabulary would take GiB.
+        parts = [self._top_k_log_probs(rows, self._lm_head) for rows in hidden.flatten(0, 1).split(_HEAD_ROWS)]
+        log_probs, token_ids = (torch.cat(column) for column in zip(*parts, strict=True))
+        shape = (hidden.shape[0], self.max_depth, -1)
+        tree = build_ddtree(log_probs.view(shape), token_ids.view(shape), self.budget, spine=self.spine)
+        return tree.parents, tree.token_ids, tree.depths, tree.num_nodes, ancestor_mask(tree, self.max_depth)
+
+    def _walk_trees(
+        self,
+        parents: torch.Tensor,
+        token_ids: torch.Tensor,
+        depths: torch.Tensor,
+        num_nodes: torch.Tensor,
+        ancestors: torch.Tensor,
+        draft_tokens: torch.Tensor,
+        target_tokens: torch.Tensor,
+    ) -> Tuple[torch.Tensor, ...]:
+        """Walk, and pack what the host needs into one tensor: path tokens, accept length, bonus, nodes."""
+        walk = walk_tree(DDTree(parents, token_ids, depths, num_nodes), ancestors, target_tokens, self.max_depth)
+        tokens = draft_tokens.gather(1, walk.path)
+        columns = (walk.accept_lens, walk.bonus, num_nodes)
+        return walk.path, torch.cat([tokens[:, 1:], *(column[:, None] for column in columns)], dim=1)
 
     def _top_k_log_probs(self, hidden: torch.Tensor, lm_head: torch.nn.Module) -> Tuple[torch.Tensor, torch.Tensor]:
         """The drafter's top-k over the whole vocabulary.
