@@ -50,6 +50,9 @@ fleet_python() {
 
 fleet_make_venv() {
   local venv=$fleet_root/.venv py
+  if [ -L "$venv" ]; then
+    fleet_die "$venv is a link: remaking it would empty another copy's environment; remove the link and try again"
+  fi
   fleet_apt
   if ! "$venv/bin/python" -c 'import pip' 2>/dev/null || [ "$(cat "$venv/.root" 2>/dev/null)" != "$fleet_root" ]; then
     py=$(fleet_python) || exit 2

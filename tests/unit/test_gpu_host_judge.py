@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible.module_utils import gpu_host_rules_host as rules_host
 from ansible.module_utils.gpu_host_judge import WAIVABLE, judge, lines, profile_of
 from ansible.module_utils.gpu_host_rules import BLOCK, RULES
 
@@ -172,6 +173,7 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     ("mode-unknown", first(mode="dtree"), ["gpu0", "'dtree'", "baseline, dflash, ddtree-shadow, ddtree"]),
     ("port-bad", first(port=80), ["80", "1024"]),
     ("port-bad", first(port="30000"), ["'30000'"]),
+    ("port-bad", first(port=60000), ["60000", "55535"]),
     ("port-bad", first(port=None), ["nothing", "port: 30000"]),
     ("port-twice", first(port=30001), ["gpu0", "gpu1", "30001"]),
     ("gpus-bad", first(gpus=[]), ["gpu0", "[0]"]),
@@ -232,7 +234,7 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     ("nvcc-missing", host(nvcc=None), ["nvcc"]),
     ("nvcc-old", host(nvcc={"path": "/usr/bin/nvcc", "version": "12.4"}), ["12.4", "/usr/bin/nvcc", "12.9"]),
     ("arch-unsupported", host(platform={**good()[1]["platform"], "arch": "riscv64"}), ["riscv64"]),
-    ("glibc-old", host(platform={**good()[1]["platform"], "glibc": "2.27"}), ["2.27"]),
+    ("glibc-old", host(platform={**good()[1]["platform"], "glibc": "2.33"}), ["2.33", "2.34"]),
     ("glibc-old", host(platform={**good()[1]["platform"], "glibc": None}), ["not glibc"]),
     ("systemd", host(systemd={"version": 247, "running": True}), ["247", "249"]),
     ("systemd", host(systemd={"version": 255, "running": False}), ["does not run"]),
@@ -433,3 +435,9 @@ def test_junk_in_the_inventory_never_crashes_the_judge() -> None:
             wanted["instances"][0][key] = value
             verdict = judge("ct200", wanted, facts)
             assert judge("ct200", wanted)["ok"] or not verdict["ok"]
+
+
+def test_glibc_is_what_the_locks_need(repo: Path) -> None:
+    """files.json of every engine names the newest glibc that one of its wheels asks for."""
+    needed = [json.loads(path.read_text())["glibc"] for path in repo.glob("engines/*/files.json")]
+    assert max(needed, key=lambda text: [int(part) for part in text.split(".")]) == rules_host.MIN_GLIBC

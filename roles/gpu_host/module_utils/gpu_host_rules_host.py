@@ -27,7 +27,7 @@ GIB = 1 << 30
 SHM = "/dev/shm"  # noqa: S108 - named, not written to
 HYBRID_FLAG = "speculative-ddtree-allow-hybrid-unsafe"
 ARCHITECTURES = ("x86_64", "aarch64")
-MIN_GLIBC = "2.28"  # the wheels' platform tag is manylinux_2_28
+MIN_GLIBC = "2.34"  # the newest that a wheel of the lock asks for: engines/*/files.json
 MIN_CUDA_DRIVER = "13.0"  # torch of the lock is built for CUDA 13.0
 MIN_NVCC = {"sm120": "12.9", "sm100": "12.9", "sm90": "12.4"}
 
@@ -269,11 +269,11 @@ def arch_unsupported(case: Case) -> Iterator[Hit]:
 @rule(
     "glibc-old",
     BLOCK,
-    "The wheels are built against glibc 2.28; an older one, or another C library, cannot load them.",
+    f"The wheels are built against glibc {MIN_GLIBC}; an older one, or another C library, cannot load them.",
     needs_host=True,
 )
 def glibc_old(case: Case) -> Iterator[Hit]:
-    """glibc 2.28 or newer."""
+    """New enough for every wheel of the lock."""
     glibc = case.facts["platform"]["glibc"]
     if version(glibc) < version(MIN_GLIBC):
         yield Hit(

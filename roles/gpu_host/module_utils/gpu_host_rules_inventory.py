@@ -59,6 +59,8 @@ PARALLEL = {
     "pp-size": ("pp-size", "pipeline-parallel-size"),
     "dp-size": ("dp-size", "data-parallel-size"),
 }
+# sglang 0.5.11, server_args.py: port + 10000 must be a port too.
+MAX_PORT = 55535
 HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 - refused, not used
 OWNED_ENV = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 SECRET_FLAGS = ("api-key", "admin-api-key", "ssl-keyfile-password")
@@ -224,16 +226,21 @@ def mode_unknown(case: Case) -> Iterator[Hit]:
             )
 
 
-@rule("port-bad", BLOCK, "An engine listens on one TCP port above the privileged ones.", needs_host=False)
+@rule(
+    "port-bad",
+    BLOCK,
+    "An engine listens on one TCP port above the privileged ones, and SGLang keeps the port 10000 above it for gRPC.",
+    needs_host=False,
+)
 def port_bad(case: Case) -> Iterator[Hit]:
-    """port is a whole number that a plain user may bind."""
+    """port is a whole number that a plain user may bind, with room for gRPC's above it."""
     for at, instance in enumerate(case.instances):
         port = instance.get("port")
-        if not _whole(port) or not 1024 <= port <= 65535:
+        if not _whole(port) or not 1024 <= port <= MAX_PORT:
             yield Hit(
                 label(instance, at),
                 f"port {_shown(port)}",
-                "a whole number from 1024 to 65535",
+                f"a whole number from 1024 to {MAX_PORT}",
                 f"Set port: {30000 + at} for it in {case.where}.",
             )
 
