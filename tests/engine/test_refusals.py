@@ -33,7 +33,17 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "topk 0": ({**TREE, "speculative-ddtree-topk": 0}, ["--speculative-ddtree-topk", "at least 1", "got 0"]),
     "spine -1": ({**TREE, "speculative-ddtree-spine": -1}, ["--speculative-ddtree-spine", "at least 0", "got -1"]),
     "page size 16": ({**TREE, "page-size": 16}, ["--page-size 1", "got 16"]),
-    "backend": ({**TREE, "attention-backend": "torch_native"}, ["--attention-backend torch_native", "triton"]),
+    "backend": ({**TREE, "attention-backend": "torch_native"}, ["backend torch_native", "--attention-backend triton"]),
+    # verification takes the prefill half, whatever decodes
+    "backend of the wrong half": (
+        {**TREE, "attention-backend": "torch_native", "decode-attention-backend": "triton"},
+        ["backend torch_native", "--attention-backend triton"],
+    ),
+    "disaggregation": ({**TREE, "disaggregation-mode": "decode"}, ["--disaggregation-mode decode"]),
+    "lossy acceptance": (
+        {**TREE, "speculative-accept-threshold-single": 0.5},
+        ["--speculative-accept-threshold-single 0.5", "exactly"],
+    ),
     "no drafter": ({"speculative-algorithm": "DDTREE"}, ["--speculative-draft-model-path"]),
     "flag without algorithm": (
         {"speculative-ddtree-budget": 7},

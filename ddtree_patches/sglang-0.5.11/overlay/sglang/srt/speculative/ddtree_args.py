@@ -67,7 +67,9 @@ def check_ddtree_args(args: ServerArgs) -> None:
     Raises:
         ValueError: naming the flag, its value, what was expected and what to do.
     """
-    if args.speculative_algorithm != "DDTREE":
+    if (args.speculative_algorithm or "").upper() == "DDTREE":
+        args.speculative_algorithm = "DDTREE"
+    else:
         given = [flag for name, flag in _FLAGS.items() if getattr(args, name) not in (None, False)]
         if given:
             raise ValueError(
@@ -84,13 +86,17 @@ def check_ddtree_args(args: ServerArgs) -> None:
             "DDTREE does not support --enable-deterministic-inference: the verify batch is wider "
             "than the kernels' fixed split. Drop one of the two."
         )
+    if args.disaggregation_mode != "null":
+        raise ValueError(
+            f"DDTREE does not support --disaggregation-mode {args.disaggregation_mode}: the drafter's state "
+            "does not travel with a request. Leave it out."
+        )
     if not args.speculative_ddtree_shadow_linear:
-        for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-            backend = getattr(args, name)
-            if backend is not None and backend not in TREE_ATTENTION_BACKENDS:
+        for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+            if getattr(args, name) != 1.0:
                 raise ValueError(
-                    f"DDTREE cannot verify trees with --{name.replace('_', '-')} {backend}. "
-                    f"Use --attention-backend {' or '.join(TREE_ATTENTION_BACKENDS)}."
+                    f"DDTREE does not support --{name.replace('_', '-')} {getattr(args, name)}: trees are verified "
+                    "exactly. Leave it out."
                 )
         if not args.speculative_ddtree_allow_hybrid_unsafe:
             layers = recurrent_layers(args.get_model_config().hf_config)
@@ -121,6 +127,14 @@ def apply_ddtree_args(args: ServerArgs) -> None:
     args.speculative_dflash_block_size = block_size
     if args.speculative_ddtree_shadow_linear:
         return
+    # Known here at last: given flags, the engine's own choice and the rules for single models are all in.
+    prefill, decode = args.get_attention_backends()
+    verify = decode if args.speculative_attention_mode == "decode" else prefill
+    if verify not in TREE_ATTENTION_BACKENDS:
+        raise ValueError(
+            f"DDTREE cannot verify trees with the attention backend {verify}. "
+            f"Use --attention-backend {' or '.join(TREE_ATTENTION_BACKENDS)}."
+        )
     args.speculative_num_draft_tokens = args.speculative_ddtree_budget + 1
     args.speculative_num_steps = block_size
 
@@ -146,6 +160,8 @@ def validate_ddtree_request(req: Req, args: ServerArgs) -> Optional[str]:
     ]
     if req.custom_logit_processor is not None:
         refused.append("custom_logit_processor")
+    if req.return_hidden_states:
+        return "DDTREE speculative decoding does not support return_hidden_states: they feed the drafter."
     if not refused:
         return None
     return (
@@ -158,9 +174,11 @@ def recurrent_layers(hf_config: Any) -> str:
     """Say which recurrent layers a Hugging Face config declares; empty for attention only."""
     text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
-    recurrent = sorted({k for k in kinds if "attention" not in k or "linear" in k})
+    recurrent = sorted({str(k) for k in kinds if "attention" not in str(k) or "linear" in str(k)})
     if recurrent:
         return f"layer types {', '.join(recurrent)}"
+    if kinds:
+        return ""
     for name in ("linear_num_value_heads", "linear_attn_config", "hybrid_override_pattern", "mamba_d_state"):
         if getattr(text, name, None):
             return f"config key {name}"

@@ -54,6 +54,7 @@ class ShapeGraphs:
                 self.function(*held)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Thread-local: other threads of the scheduler may allocate pinned memory meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             results = self.function(*held)
         return graph, held, results

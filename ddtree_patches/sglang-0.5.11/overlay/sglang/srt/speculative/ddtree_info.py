@@ -4,22 +4,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Callable, List, Tuple
 
 import torch
 
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.sampler import (
-    sampling_from_probs_torch,
-    top_k_top_p_min_p_sampling_from_probs_torch,
-)
+from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.common import alloc_token_slots
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.ddtree_utils import DDTree
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_utils import assign_req_to_token_pool_func
+
+_SAMPLED_ROWS = 64
+"""Rows of logits that are sampled at once."""
 
 
 @dataclass
@@ -34,6 +35,7 @@ class DDTreeVerifyInput(DFlashVerifyInput):
         ancestors: bool ``[bs, q, q]``, which slots each slot may see in the tree.
         walk: tree columns, ancestors, draft tokens and target tokens to the
             accepted path and the one tensor that the host reads.
+        sampler: the target's sampler, whose backend draws at each slot.
         max_depth: drafted positions, ``block_size - 1``.
         last_slots: int64 ``[bs]`` after `verify`, slot of each request's last
             committed token in the tree.
@@ -43,6 +45,7 @@ class DDTreeVerifyInput(DFlashVerifyInput):
     tree: DDTree | None = None
     ancestors: torch.Tensor | None = None
     walk: Callable[..., Tuple[torch.Tensor, ...]] | None = None
+    sampler: Sampler | None = None
     max_depth: int = 0
     last_slots: torch.Tensor | None = None
     nodes: List[int] | None = None
@@ -56,6 +59,7 @@ class DDTreeVerifyInput(DFlashVerifyInput):
         seq_lens: torch.Tensor,
         max_depth: int,
         walk: Callable[..., Tuple[torch.Tensor, ...]],
+        sampler: Sampler,
     ) -> DDTreeVerifyInput:
         """Lay the trees out for one forward pass.
 
@@ -76,6 +80,7 @@ class DDTreeVerifyInput(DFlashVerifyInput):
             tree=tree,
             ancestors=ancestors,
             walk=walk,
+            sampler=sampler,
             max_depth=max_depth,
         )
 
@@ -115,7 +120,7 @@ class DDTreeVerifyInput(DFlashVerifyInput):
         """The target's token at each slot: argmax, or one draw as the sampler would make it.
 
         Args:
-            logits: ``[bs * q, vocab]``; overwritten when sampling.
+            logits: ``[bs * q, vocab]``.
 
         Returns:
             int64 ``[bs, q]``.
@@ -127,20 +132,31 @@ class DDTreeVerifyInput(DFlashVerifyInput):
         def per_slot(values: torch.Tensor) -> torch.Tensor:
             return torch.repeat_interleave(values, q, dim=0)
 
-        probs = torch.softmax(logits.float() / per_slot(sampling_info.temperatures), dim=-1)
-        if sampling_info.need_top_p_sampling or sampling_info.need_top_k_sampling or sampling_info.need_min_p_sampling:
-            drawn = top_k_top_p_min_p_sampling_from_probs_torch(
-                probs,
-                per_slot(sampling_info.top_ks),
-                per_slot(sampling_info.top_ps),
-                per_slot(sampling_info.min_ps),
-                sampling_info.need_min_p_sampling,
-                None,
-                self.positions,
+        filtered = (
+            sampling_info.need_top_p_sampling
+            or sampling_info.need_top_k_sampling
+            or sampling_info.need_min_p_sampling
+        )
+        temperatures, top_ks, top_ps, min_ps = (
+            per_slot(values)
+            for values in (sampling_info.temperatures, sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps)
+        )
+        drawn = []
+        # In parts: a filter sorts the vocabulary of every row.
+        for start in range(0, logits.shape[0], _SAMPLED_ROWS):
+            rows = slice(start, start + _SAMPLED_ROWS)
+            part = SimpleNamespace(
+                top_ks=top_ks[rows],
+                top_ps=top_ps[rows],
+                min_ps=min_ps[rows],
+                need_min_p_sampling=sampling_info.need_min_p_sampling,
+                sampling_seed=None,
             )
-        else:
-            drawn = sampling_from_probs_torch(probs, sampling_seed=None, positions=self.positions)
-        drawn = drawn.view(-1, q).to(torch.int64)
+            probs = torch.softmax(logits[rows].float() / temperatures[rows], dim=-1)
+            drawn.append(self.sampler._sample_from_probs(probs, part, self.positions[rows], not filtered))
+        # A greedy request in a sampled batch has top-k 1: argmax, so that equal logits are settled as ever.
+        drawn = torch.where(top_ks <= 1, torch.argmax(logits, dim=-1), torch.cat(drawn).to(torch.int64))
+        drawn = drawn.view(-1, q)
         tp_group = get_tp_group()
         if tp_group.world_size > 1:
             drawn = tp_group.broadcast(drawn.contiguous(), src=0)
@@ -208,11 +224,14 @@ class DDTreeVerifyInput(DFlashVerifyInput):
         rows = packed.tolist()  # the one device-to-host copy of the step
         self.nodes = [row[-1] - 1 for row in rows]
         commit_lens, new_tokens = [], []
+        think_end = batch.model_config.think_end_id
         for req, (*path, accept_len, bonus, _) in zip(batch.reqs, rows, strict=True):
             appended = 0
             for token in [*path[:accept_len], bonus]:
                 req.output_ids.append(token)
                 appended += 1
+                if req.require_reasoning and think_end is not None:
+                    req.update_reasoning_tokens(token, think_end)
                 req.check_finished()
                 if req.finished():
                     break

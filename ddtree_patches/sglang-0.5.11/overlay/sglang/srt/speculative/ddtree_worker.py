@@ -116,10 +116,11 @@ class DDTreeWorker(DFlashWorker):
                 )
 
     def _refuse_what_cannot_verify_trees(self) -> None:
+        # HybridAttnBackend verifies with one of its halves; a hybrid model's backend holds the attention one inside.
+        mode = self.server_args.speculative_attention_mode
+        half = "decode_backend" if mode == "decode" else "prefill_backend"
         backend = self.model_runner.attn_backend
-        while (
-            inner := getattr(backend, "full_attn_backend", None) or getattr(backend, "decode_backend", None)
-        ) is not None:
+        while inner := getattr(backend, "full_attn_backend", None) or getattr(backend, half, None):
             backend = inner
         allowed = [_TREE_BACKEND_CLASSES[name] for name in TREE_ATTENTION_BACKENDS]
         if type(backend).__name__ not in allowed:
@@ -166,7 +167,7 @@ class DDTreeWorker(DFlashWorker):
         if self.shadow_linear:
             return None
         self._verify_input = DDTreeVerifyInput.from_tree(
-            self._tree, ancestors, verified_ids, batch.seq_lens, self.max_depth, self._walk
+            self._tree, ancestors, verified_ids, batch.seq_lens, self.max_depth, self._walk, self.model_runner.sampler
         )
         return self._verify_input
 
