@@ -220,7 +220,7 @@ def start(engine_python: Path, target: Path, offline: Offline, tmp_path_factory:
     return run
 
 
-@pytest.fixture(scope="session", params=MODES, ids=lambda mode: mode.name)
+@pytest.fixture(scope="package", params=MODES, ids=lambda mode: mode.name)
 def served(
     request: pytest.FixtureRequest, start: Any, book: Book, offline: Offline, record_testsuite_property: Any
 ) -> Iterator[Served]:

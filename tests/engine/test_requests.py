@@ -44,7 +44,7 @@ def test_what_a_tree_cannot_serve_is_refused(served: Served, name: str) -> None:
     request = cases.body(served.walk.prompts[0], ignore_eos=True, max_new_tokens=8)
     extra = dict(REFUSED[name])
     request["sampling_params"] |= extra.pop("sampling_params", {})
-    with pytest.raises(EngineFailed, match="^POST /generate: 400 .*does not support") as refused:
+    with pytest.raises(EngineFailed, match=r"^POST /generate: 400 .*does not support") as refused:
         served.engine.generate(**request, **extra)
     assert name.split("_", maxsplit=1)[0] in str(refused.value)
     plain = cases.body(served.walk.prompts[0], ignore_eos=True, max_new_tokens=8)
