@@ -191,6 +191,7 @@ def close(args: argparse.Namespace, report: dict[str, Any], progress: Progress) 
 {report["host"]} stays up. What now?
   bin/lab ssh {report["host"]} --lab {args.lab}        a shell on it; journalctl -u 'sglang@*' is the engine's log
   bin/smoke ddtree {flags}
+  source bin/setup.sh                                  for this shell: the control environment
   ansible-playbook site.yml {flags}        a second run changes nothing
   {sudo}bin/lab down --lab {args.lab}        away with it"""
     )

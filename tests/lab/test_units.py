@@ -7,10 +7,12 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -284,6 +286,13 @@ def test_key_is_seen_by_the_engine_alone(units, tmp_path):
     assert units.host.ssh("journalctl | grep -c s3cret", check=False).stdout.strip() == "0"
 
 
+def descendants(pid: int) -> list[int]:
+    """Every process below one, as /proc has them now."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    direct = [int(word) for word in children.read_text().split()] if children.exists() else []
+    return [*direct, *(below for child in direct for below in descendants(child))]
+
+
 def test_a_host_that_dies_in_a_swap_comes_back_with_one_deployment(units):
     """The swap is held at a file in the middle, then the host is killed and booted again."""
     units.play(gpu_units_instances=[units.instance()], release="r1")
@@ -315,13 +324,22 @@ def test_a_host_that_dies_in_a_swap_comes_back_with_one_deployment(units):
         "ANSIBLE_CONFIG": str(units.repo / "ansible.cfg"),
         "ANSIBLE_ROLES_PATH": str(units.repo / "roles"),
     }
-    run = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env, cwd=units.repo)
+    run = subprocess.Popen(
+        argv,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=env,
+        cwd=units.repo,
+    )
     try:
         until(lambda: units.host.ssh("test -e /root/held", check=False).returncode == 0, 60)
-        units.host.crash()
     finally:
-        run.kill()
+        # With its workers, which have sessions of their own: one would try again on the host that is back.
+        for pid in (run.pid, *descendants(run.pid)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         run.wait()
+    units.host.crash()
     units.host.start()
     units.host.ssh(f"rm {site}/hold_swap.* /root/held")
     # Half of the new deployment lies there, so nothing starts, at boot or by hand.

@@ -59,7 +59,7 @@ class Case:
     @property
     def where(self) -> str:
         """The file that a person edits for this host."""
-        return f"host_vars/{self.host}.yml"
+        return f"host_vars/{self.host}.yml (beside the inventory in use)"
 
     @property
     def gpus(self) -> list[Map]:
