@@ -219,6 +219,10 @@ def header_fields(header: str) -> dict[str, str]:
     return fields
 
 
+# Stands in the header of a new patch until its author writes there; such a series is refused.
+UNFILLED = "TODO"
+
+
 def lint_header(patch: diff.Patch) -> list[str]:
     """What is wrong with a patch's header, as sentences."""
     fields = header_fields(patch.header)
@@ -228,7 +232,7 @@ def lint_header(patch: diff.Patch) -> list[str]:
     for name in ("Description", "Author", "Origin", "Forwarded", "Last-Update"):
         if not fields.get(name):
             bad.append(f"field {name} is missing")
-    bad += [f"field {name} is not filled in" for name, text in fields.items() if "TODO" in text]
+    bad += [f"field {name} is not filled in" for name, text in fields.items() if UNFILLED in text]
     origin = fields.get("Origin", "vendor")
     if origin.split(",")[0] not in ("vendor", "upstream", "backport", "other"):
         bad.append(f"Origin is vendor, upstream, backport or other (and a URL after a comma), found {origin!r}")
@@ -416,15 +420,15 @@ def edits(engine: str, site: Path, tree: Path) -> Edits:
     return Edits(changed, added)
 
 
-HEADER = """\
-Description: TODO one line on what this hook does
+HEADER = f"""\
+Description: {UNFILLED} one line on what this hook does
  More lines, each after a blank, on how.
-Author: TODO name
+Author: {UNFILLED} name
 Origin: vendor
 Forwarded: not-needed
 Bug: https://github.com/sgl-project/sglang/issues/22887
-Last-Update: {today}
-Kept: TODO why the series carries this and upstream does not
+Last-Update: {{today}}
+Kept: {UNFILLED} why the series carries this and upstream does not
 """
 
 

@@ -25,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
 
 PORT = 30100
@@ -37,21 +39,12 @@ FLAGS = {
     "ddtree-shadow": ["--speculative-algorithm", "DDTREE", "--speculative-ddtree-shadow-linear"],
     "ddtree": ["--speculative-algorithm", "DDTREE"],
 }
-MUST = {
-    "dflash": [r"DFLASH verify completed\. num_accepted_drafts_per_req=\["],
-    "ddtree-shadow": [r"Initialized DDTREE draft runner", r"DDTREE shadow-linear mode is enabled", r"DDTREE metrics "],
-    "ddtree": [
-        r"Initialized DDTREE draft runner",
-        r"DDTREE verify completed\. num_accepted_drafts_per_req=\[",
-        r"DDTREE metrics ",
-    ],
-}
-NEVER = {
-    "baseline": [r"DDTREE", r"DFLASH"],
-    "dflash": [r"DDTREE"],
-    "ddtree-shadow": [r"DDTREE verify completed"],
-    "ddtree": [r"DFLASH verify completed", r"falling back"],
-}
+_HOOKS = yaml.safe_load((Path(__file__).resolve().parents[2] / "roles/smoke/files/hooks.yml").read_text())
+
+
+def patterns(mode: str, kind: str) -> list[str]:
+    """The smoke's own patterns of a mode; `kind` is `must` or `never`."""
+    return [_HOOKS["hooks"][name]["pattern"] for name in _HOOKS["modes"][mode][kind]]
 
 
 def post(path: str, body: dict[str, Any]) -> Any:
@@ -125,9 +118,9 @@ def serve(mode: str, args: argparse.Namespace, prompts: list[str]) -> dict[str, 
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    text = [line for line in log.read_text(errors="replace").splitlines() if "server_args=" not in line]
-    result["hooks"] = {p: any(re.search(p, line) for line in text) for p in MUST.get(name, [])}
-    result["forbidden"] = [line for p in NEVER[name] for line in text if re.search(p, line)]
+    text = [line for line in log.read_text(errors="replace").splitlines() if not re.search(_HOOKS["ignore"], line)]
+    result["hooks"] = {p: any(re.search(p, line) for line in text) for p in patterns(name, "must")}
+    result["forbidden"] = [line for p in patterns(name, "never") for line in text if re.search(p, line)]
     return result
 
 

@@ -59,6 +59,11 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_CONFIG": str(REPO / "ansible.cfg"), "LC_ALL": "C.UTF-8"}
 
 
+def releases(host: LabHost) -> list[str]:
+    """What lies in the host's folder of releases, hidden builds included; nothing if there is no folder."""
+    return host.ssh("test ! -d /opt/sglang-fleet/releases || ls -A /opt/sglang-fleet/releases").stdout.split()
+
+
 def run_play(
     *words: str, hosts: Sequence[LabHost] = (), inventory: Path | None = None, timeout: float = 900, **variables: Any
 ) -> Play:

@@ -13,6 +13,7 @@ from fleet import engine as engines
 from fleet import lock, wheelhouse
 from fleet.lab.client import LabClient, LabHost
 from tests.lab.plays import Play, run_play
+from tests.lab.plays import releases as listed
 
 HOUSE = "/srv/wheelhouse"
 
@@ -51,8 +52,7 @@ def build(host: LabHost, folders: tuple[Path, Path], **variables: str) -> Play:
 
 
 def releases(host: LabHost) -> list[str]:
-    found = host.ssh("ls -A /opt/sglang-fleet/releases 2>/dev/null || true").stdout.split()
-    return [name for name in found if name != ".lock"]
+    return [name for name in listed(host) if name != ".lock"]
 
 
 def test_without_a_wheelhouse_the_error_says_what_to_give_the_host(cut: LabHost, folders: tuple[Path, Path]) -> None:

@@ -19,7 +19,7 @@ import yaml
 from fleet import wheelhouse
 from fleet.lab.client import LabClient, LabHost
 from fleet.lab.shell import until
-from tests.lab.plays import REPO, Play, fingerprint, playing, run_play
+from tests.lab.plays import REPO, Play, fingerprint, playing, releases, run_play
 from tests.patches.test_release import small_engine
 
 TARGET, DRAFTER = "/srv/sglang-fleet-models/nano/target", "/srv/sglang-fleet-models/nano/draft"
@@ -42,7 +42,11 @@ def live(host: LabHost) -> list[str]:
 
 def current(host: LabHost) -> str:
     """Release that is live, empty if none is."""
-    return host.ssh("readlink /opt/sglang-fleet/current || true").stdout.strip().rpartition("/")[2]
+    return (
+        host.ssh("test ! -L /opt/sglang-fleet/current || readlink /opt/sglang-fleet/current")
+        .stdout.strip()
+        .rpartition("/")[2]
+    )
 
 
 # --- before anything is changed -----------------------------------------------------------------
@@ -338,11 +342,6 @@ def builder(lab: LabClient) -> LabHost:
     return lab.fresh(1)[0]
 
 
-def left(host: LabHost) -> list[str]:
-    """What a failed build left in the folder of releases."""
-    return host.ssh("ls -A /opt/sglang-fleet/releases 2>/dev/null || true").stdout.split()
-
-
 def test_too_little_room_is_refused_before_the_build(builder: LabHost) -> None:
     play = run_play("site.yml", "--tags", "build", hosts=[builder], gpu_host_min_disk_gib=100000)
     assert "block [disk-low]" in play.failure(builder.name)
@@ -353,7 +352,7 @@ def test_a_disk_that_fills_in_the_build_is_told_and_leaves_nothing(builder: LabH
     builder.ssh("mkdir -p /opt/sglang-fleet && mount -t tmpfs -o size=96m tmpfs /opt/sglang-fleet")
     play = run_play("site.yml", "--tags", "build", hosts=[builder], gpu_host_min_disk_gib=0)
     told = play.failure(builder.name)
-    remains = left(builder)
+    remains = releases(builder)
     builder.ssh("umount /opt/sglang-fleet")
     assert play.status != 0
     assert "disk full" in told, told
@@ -377,23 +376,25 @@ def test_a_wrong_hash_in_the_lock_is_told_and_leaves_nothing(builder: LabHost, t
     told = play.failure(builder.name)
     assert play.status != 0
     assert "idna" in told, told
-    assert [name for name in left(builder) if name != ".lock"] == []
+    assert [name for name in releases(builder) if name != ".lock"] == []
 
 
 def test_a_host_that_crashes_in_the_build_recovers_on_the_next_run(builder: LabHost, tmp_path: Path) -> None:
     log = tmp_path / "build.log"
     with playing("site.yml", "--tags", "build", hosts=[builder], log=log) as first:
-        assert until(lambda: any(name.startswith(".build-") for name in left(builder)) or first.poll() is not None, 300)
+        assert until(
+            lambda: any(name.startswith(".build-") for name in releases(builder)) or first.poll() is not None, 300
+        )
         assert first.poll() is None, log.read_text()
         builder.crash()
         assert first.wait(timeout=300) != 0
     builder.start()
-    assert any(name.startswith(".build-") for name in left(builder)), "the crash came in the middle of the build"
+    assert any(name.startswith(".build-") for name in releases(builder)), "the crash came in the middle of the build"
     play = run_play("site.yml", "--tags", "build", hosts=[builder])
     assert play.status == 0, play.text
-    releases = left(builder)
-    assert not [name for name in releases if name.startswith(".build-")]
-    assert builder.ssh(f"test -s /opt/sglang-fleet/releases/{releases[-1]}/manifest.json").returncode == 0
+    published = releases(builder)
+    assert not [name for name in published if name.startswith(".build-")]
+    assert builder.ssh(f"test -s /opt/sglang-fleet/releases/{published[-1]}/manifest.json").returncode == 0
 
 
 def test_a_wheelhouse_serves_a_host_without_a_network(lab: LabClient, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Unsupported(NotImplementedError):
-    """An attention feature that the CPU profile has no twin for."""
+    """An attention feature that the CPU profile has no twin for, by design: the engine stops instead of answering wrongly."""
 
 
 def _refuse(**features: object) -> None:
