@@ -205,6 +205,35 @@ def ancestor_mask(tree: DDTree, max_depth: int) -> torch.Tensor:
     return reach > 0
 
 
+def tree_links(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tree as first children and next siblings, the form in which recurrent kernels take it.
+
+    Links always lead to a larger slot, so one pass over the slots meets every
+    parent before its children.
+
+    Args:
+        parents: int64 ``[bs, q]`` of ``DDTree``: below the slot itself; -1 for
+            the root and for unused slots.
+
+    Returns:
+        ``(next_token, next_sibling)``, int32 ``[bs, q]``: the first child of
+        each slot and the next child of the same parent, -1 for none. Nothing
+        leads to an unused slot; the kernels give it the root's state.
+    """
+    q = parents.shape[1]
+    slot = torch.arange(q, dtype=torch.int32, device=parents.device)
+    parent = parents.to(torch.int32)
+    none = torch.full((), q, dtype=torch.int32, device=parents.device)
+    is_child = parent[:, None, :] == slot[None, :, None]
+    first_child = torch.where(is_child, slot, none).amin(dim=2)
+    is_later_sibling = (
+        (parent[:, None, :] == parent[:, :, None]) & (slot[None, :] > slot[:, None]) & (parent >= 0)[:, :, None]
+    )
+    next_sibling = torch.where(is_later_sibling, slot, none).amin(dim=2)
+    absent = torch.full_like(none, PAD)
+    return torch.where(first_child < q, first_child, absent), torch.where(next_sibling < q, next_sibling, absent)
+
+
 @dataclass(frozen=True)
 class TreeWalk:
     """The accepted path of each tree.

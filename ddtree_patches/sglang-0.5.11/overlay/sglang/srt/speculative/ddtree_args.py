@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Optional
+
+from sglang.srt.speculative.ddtree_hybrid import check_hybrid_args, check_track_interval
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -56,8 +58,9 @@ def add_ddtree_cli_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculative-ddtree-allow-hybrid-unsafe",
         action="store_true",
-        help="DDTREE only, research only. Verify trees on models with recurrent layers although "
-        "the state of one branch leaks into its siblings: outputs are wrong.",
+        help="DDTREE only, research only. Verify trees on models with recurrent layers without forking their "
+        "states: one branch leaks into its siblings, outputs are wrong. Without this flag such models are "
+        "verified exactly or refused.",
     )
 
 
@@ -98,10 +101,7 @@ def check_ddtree_args(args: ServerArgs) -> None:
                     f"DDTREE does not support --{name.replace('_', '-')} {getattr(args, name)}: trees are verified "
                     "exactly. Leave it out."
                 )
-        if not args.speculative_ddtree_allow_hybrid_unsafe:
-            layers = recurrent_layers(args.get_model_config().hf_config)
-            if layers:
-                raise ValueError(hybrid_refusal(args.model_path, layers))
+        check_hybrid_args(args)
     # A second pass over resolved arguments starts from the block size again.
     if args.speculative_dflash_block_size is not None and args.speculative_num_draft_tokens == (
         args.speculative_ddtree_budget + 1
@@ -125,6 +125,7 @@ def apply_ddtree_args(args: ServerArgs) -> None:
             "the token that is already known. Check block_size in the drafter's config.json."
         )
     args.speculative_dflash_block_size = block_size
+    check_track_interval(args, block_size)
     if args.speculative_ddtree_shadow_linear:
         return
     # Known here at last: given flags, the engine's own choice and the rules for single models are all in.
@@ -167,31 +168,6 @@ def validate_ddtree_request(req: Req, args: ServerArgs) -> Optional[str]:
     return (
         f"DDTREE speculative decoding does not support {', '.join(refused)} yet: "
         "its effect differs between the branches of a draft tree."
-    )
-
-
-def recurrent_layers(hf_config: Any) -> str:
-    """Say which recurrent layers a Hugging Face config declares; empty for attention only."""
-    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
-    recurrent = sorted({str(k) for k in kinds if "attention" not in str(k) or "linear" in str(k)})
-    if recurrent:
-        return f"layer types {', '.join(recurrent)}"
-    if kinds:
-        return ""
-    for name in ("linear_num_value_heads", "linear_attn_config", "hybrid_override_pattern", "mamba_d_state"):
-        if getattr(text, name, None):
-            return f"config key {name}"
-    return ""
-
-
-def hybrid_refusal(model_path: str, layers: str) -> str:
-    """The one message for a hybrid target, at argument check and at start."""
-    return (
-        f"DDTREE cannot verify trees on {model_path}: it has recurrent layers ({layers}), and a branch "
-        "would leak its state into its siblings. Use --speculative-algorithm DFLASH or "
-        "--speculative-ddtree-shadow-linear for this model; "
-        "--speculative-ddtree-allow-hybrid-unsafe is for research and gives wrong outputs."
     )
 
 

@@ -39,7 +39,12 @@ class DDTreeVerifyInput(DFlashVerifyInput):
         max_depth: drafted positions, ``block_size - 1``.
         last_slots: int64 ``[bs]`` after `verify`, slot of each request's last
             committed token in the tree.
+        path: int64 ``[bs, max_depth + 1]`` after `verify`, slots of the accepted path.
         nodes: after `verify`, each tree's nodes without the root.
+        retrieve_next_token: int32 ``[bs, q]``, first child of each slot, -1 for
+            none; set for targets with recurrent layers, whose states then fork
+            from their parents' (`tree_links`).
+        retrieve_next_sibling: int32 ``[bs, q]``, next child of the same parent.
     """
 
     tree: DDTree | None = None
@@ -48,7 +53,10 @@ class DDTreeVerifyInput(DFlashVerifyInput):
     sampler: Sampler | None = None
     max_depth: int = 0
     last_slots: torch.Tensor | None = None
+    path: torch.Tensor | None = None
     nodes: List[int] | None = None
+    retrieve_next_token: torch.Tensor | None = None
+    retrieve_next_sibling: torch.Tensor | None = None
 
     @classmethod
     def from_tree(
@@ -198,6 +206,7 @@ class DDTreeVerifyInput(DFlashVerifyInput):
         kept = torch.arange(path.shape[1], device=device) < commit_lens[:, None]
         rows = (torch.arange(bs, device=device) * q)[:, None] + path
         kept_rows = rows[kept]
+        self.path = path
         self.last_slots = path.gather(1, (commit_lens.to(torch.int64) - 1)[:, None]).squeeze(1)
         self._commit_kv(batch, kept_rows, commit_lens, commit_lens_cpu)
 

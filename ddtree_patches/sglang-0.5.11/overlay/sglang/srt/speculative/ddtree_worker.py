@@ -20,10 +20,11 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.ddtree_args import TREE_ATTENTION_BACKENDS, hybrid_refusal
+from sglang.srt.speculative.ddtree_args import TREE_ATTENTION_BACKENDS
 from sglang.srt.speculative.ddtree_graph import ShapeGraphs
+from sglang.srt.speculative.ddtree_hybrid import LEAK_MARK, check_target, commit_states, states_fork, track_indices
 from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput
-from sglang.srt.speculative.ddtree_utils import DDTree, ancestor_mask, build_ddtree, merge_top_k, walk_tree
+from sglang.srt.speculative.ddtree_utils import DDTree, ancestor_mask, build_ddtree, merge_top_k, tree_links, walk_tree
 from sglang.srt.speculative.dflash_worker import DFlashWorker
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class DDTreeMetrics:
     accepted: int = 0
     nodes: int = 0
     in_tree: int = 0
+    mark: str = ""
 
     def line(self) -> str:
         """The body of the `DDTREE metrics` log line."""
@@ -64,7 +66,7 @@ class DDTreeMetrics:
         return (
             f"steps={self.steps} requests={self.requests} mean_accepted={self.accepted / n:.3f} "
             f"tokens_per_step={self.accepted / n + 1:.3f} tree_nodes={self.nodes / n:.1f} "
-            f"mean_in_tree={self.in_tree / n:.3f}"
+            f"mean_in_tree={self.in_tree / n:.3f}{self.mark}"
         )
 
 
@@ -82,7 +84,10 @@ class DDTreeWorker(DFlashWorker):
         self.spine = int(server_args.speculative_ddtree_spine)
         self.shadow_linear = bool(server_args.speculative_ddtree_shadow_linear)
         self.max_depth = self.block_size - 1
-        self.metrics = DDTreeMetrics()
+        self.hybrid = self.model_runner.mambaish_config is not None
+        self.forks = self.hybrid and states_fork(server_args)
+        # Numbers of a run whose states leak say nothing about exact verification.
+        self.metrics = DDTreeMetrics(mark="" if self.forks or self.shadow_linear or not self.hybrid else LEAK_MARK)
         self._metrics_interval = metrics_interval()
         self._tree: Optional[DDTree] = None
         self._lm_head: Optional[torch.nn.Module] = None
@@ -134,14 +139,7 @@ class DDTreeWorker(DFlashWorker):
                 f"DDTREE cannot verify trees on {self.server_args.model_path}: its sliding window ({window}) "
                 "is counted in slots, and tree slots are not positions. Use --speculative-algorithm DFLASH."
             )
-        if self.model_runner.mambaish_config is not None:
-            if not self.server_args.speculative_ddtree_allow_hybrid_unsafe:
-                layers = type(self.model_runner.mambaish_config).__name__
-                raise ValueError(hybrid_refusal(self.server_args.model_path, layers))
-            logger.warning(
-                "DDTREE runs on a hybrid model by --speculative-ddtree-allow-hybrid-unsafe: branches leak "
-                "recurrent state into their siblings, outputs are wrong. For research only."
-            )
+        check_target(self.model_runner, self.server_args)
 
     def make_tree_verify_input(
         self,
@@ -169,6 +167,9 @@ class DDTreeWorker(DFlashWorker):
         self._verify_input = DDTreeVerifyInput.from_tree(
             self._tree, ancestors, verified_ids, batch.seq_lens, self.max_depth, self._walk, self.model_runner.sampler
         )
+        if self.forks:
+            links = tree_links(self._tree.parents)
+            self._verify_input.retrieve_next_token, self._verify_input.retrieve_next_sibling = links
         return self._verify_input
 
     def _grow_trees(self, hidden: torch.Tensor) -> Tuple[torch.Tensor, ...]:
@@ -298,17 +299,22 @@ class DDTreeWorker(DFlashWorker):
     def _update_target_mamba_state_after_verify(
         self, *, batch: ScheduleBatch, seq_lens_pre_verify: torch.Tensor, commit_lens: torch.Tensor
     ) -> None:
-        """Research only (hybrid, unsafe): the state after a slot has seen every slot before it."""
+        """The state of each request's last committed slot becomes its state."""
+        if not self.hybrid:
+            return
+        kept = track_indices(batch, self.server_args)
         if self.shadow_linear:
             super()._update_target_mamba_state_after_verify(
                 batch=batch, seq_lens_pre_verify=seq_lens_pre_verify, commit_lens=commit_lens
             )
             return
-        self.model_runner.attn_backend.update_mamba_state_after_mtp_verify(
-            accepted_steps=batch.spec_info.last_slots,
-            mamba_track_indices=None,
-            mamba_steps_to_track=None,
-            model=self.model_runner.model,
+        commit_states(
+            self.model_runner,
+            last_slots=batch.spec_info.last_slots,
+            path=batch.spec_info.path,
+            seq_lens_before=seq_lens_pre_verify,
+            commit_lens=commit_lens,
+            track_indices=kept,
         )
 
 
