@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from train_pair import BLOCK, DRAFT_THETA, EPS, Drafter, Size, blocks_at
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 class Pair:

@@ -38,10 +38,17 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def take(manifest: dict[str, Any], here: Path, store: Path) -> None:
-    """Moves the pieces that came with this load into the store. Raises SystemExit on a damaged one."""
-    store.mkdir(parents=True, exist_ok=True)
+def unpacked(archive: dict[str, Any], have: Path) -> bool:
+    """Whether this very archive lies in its place already."""
+    mark = have / archive["name"]
+    return mark.exists() and mark.read_text() == archive["digest"]
+
+
+def take(manifest: dict[str, Any], here: Path, store: Path, have: Path) -> None:
+    """Copies the pieces that came with this load and are still needed. Raises SystemExit on a damaged one."""
     for archive in manifest["archives"]:
+        if unpacked(archive, have):
+            continue
         for piece in archive["pieces"]:
             file = here / piece["name"]
             if not file.is_file():
@@ -158,19 +165,15 @@ def main() -> int:
     here, folder = Path(__file__).resolve().parent, Path(sys.argv[1]).resolve()
     manifest = json.loads((here / "manifest.json").read_text())
     store, have = folder / "pieces", folder / "have"
-    take(manifest, here, store)
+    store.mkdir(parents=True, exist_ok=True)
     have.mkdir(exist_ok=True)
+    take(manifest, here, store, have)
     lacking = 0
     for archive in manifest["archives"]:  # the engine first, the series last
-        mark = have / archive["name"]
-        if mark.exists() and mark.read_text() == archive["digest"]:
+        if unpacked(archive, have):
             continue
-        missing = [p["name"] for p in archive["pieces"] if not (store / p["name"]).exists()]
-        missing += [
-            p["name"]
-            for p in archive["pieces"]
-            if p["name"] not in missing and sha256(store / p["name"]) != p["sha256"]
-        ]
+        kept = {p["name"] for p in archive["pieces"] if (f := store / p["name"]).exists() and sha256(f) == p["sha256"]}
+        missing = [p["name"] for p in archive["pieces"] if p["name"] not in kept]
         if archive["name"] == "series" and not (have / "engine").exists():
             say("series: waits for the engine")
             lacking += 1
@@ -179,7 +182,7 @@ def main() -> int:
             lacking += archive["name"] in NEEDED
         else:
             unpack(archive, folder, store)
-            mark.write_text(archive["digest"])
+            (have / archive["name"]).write_text(archive["digest"])
             for piece in archive["pieces"]:
                 (store / piece["name"]).unlink()
     for name, value in environment(manifest, folder).items():
