@@ -48,15 +48,19 @@ class Pair:
         self.drafter.to(device, dtype).eval()
         self.device = device
 
-    def logits(self, ids: Tensor, root: int) -> tuple[Tensor, Tensor]:
-        """Target logits `[n, vocabulary]` over the prompt and drafter logits `[15, vocabulary]` of the block at `root`."""
+    def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a text `[1, n]`: the target's logits `[n, vocabulary]` and the features `[n, layers * hidden]` it drafts from."""
         out = self.target(ids, output_hidden_states=True, use_cache=False)
-        features = torch.cat([out.hidden_states[layer + 1] for layer in self.layers], -1)
-        anchor = torch.tensor([[ids.shape[1]]], device=self.device)
-        seen, asked, visible = blocks_at(anchor, ids.shape[1])
-        block = torch.tensor([[root] + [self.mask] * (BLOCK - 1)], device=self.device)
-        hidden = self.drafter(self.target.get_input_embeddings()(block), features, (seen, asked), visible)
-        return out.logits[0].float(), self.target.lm_head(hidden)[0, 1:].float()
+        return out.logits[0].float(), torch.cat([out.hidden_states[layer + 1][0] for layer in self.layers], -1)
+
+    def drafts(self, features: Tensor, at: list[int], roots: list[int]) -> Tensor:
+        """Drafter logits `[blocks, 15, vocabulary]`: block i starts with token `roots[i]` at position `at[i]`, sees what is before."""
+        seen, asked, visible = blocks_at(torch.tensor([at], device=self.device), len(features))
+        ids = torch.tensor([[token, *[self.mask] * (BLOCK - 1)] for token in roots], device=self.device)
+        hidden = self.drafter(
+            self.target.get_input_embeddings()(ids.view(1, -1)), features[None], (seen, asked), visible
+        )
+        return self.target.lm_head(hidden[0].unflatten(0, (-1, BLOCK))[:, 1:]).float()
 
     def greedy(self, ids: Tensor, new: int) -> list[int]:
         self.target.generation_config.eos_token_id = None
@@ -83,9 +87,12 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         expected = source.greedy(ids, args.tokens)
         if copy.greedy(ids, args.tokens) != expected:
             report["tokens_differ"].append(number)
-        for name, old, new in zip(
-            ("target", "draft"), source.logits(ids, expected[0]), copy.logits(ids, expected[0]), strict=True
-        ):
+        read: dict[str, list[Tensor]] = {"target": [], "draft": []}
+        for pair in (source, copy):
+            logits, features = pair.read(ids)
+            read["target"].append(logits)
+            read["draft"].append(pair.drafts(features, [ids.shape[1]], expected[:1])[0])
+        for name, (old, new) in read.items():
             known = old.shape[1]
             report[name] = max(report[name], float((old - new[:, :known]).abs().max()))
             report["largest"] = max(report["largest"], float(old.abs().max()))

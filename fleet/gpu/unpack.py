@@ -41,7 +41,7 @@ def sha256(path: Path) -> str:
 def unpacked(archive: dict[str, Any], have: Path) -> bool:
     """Whether this very archive lies in its place already."""
     mark = have / archive["name"]
-    return mark.exists() and mark.read_text() == archive["digest"]
+    return mark.exists() and mark.read_text() == str(archive["digest"])
 
 
 def take(manifest: dict[str, Any], here: Path, store: Path, have: Path) -> None:

@@ -90,6 +90,11 @@ class Drafter:
 def best_prefixes(log_probs: Tensor, budget: int, topk: int) -> set[Prefix]:
     """The `budget` most probable token prefixes under the product of the positions' distributions."""
     values, tokens = (part.tolist() for part in log_probs.topk(min(topk, log_probs.shape[1]), -1))
+    return grow(values, tokens, budget)
+
+
+def grow(values: list[list[float]], tokens: list[list[int]], budget: int) -> set[Prefix]:
+    """`best_prefixes` of candidates already ranked: log-probabilities and tokens by position, best first."""
     # (cost, depth, token, ranks): grows by the next sibling and by the first child, so cost never falls
     queue: list[tuple[float, int, int, Prefix]] = [(-values[0][0], 1, tokens[0][0], (0,))]
     kept: set[Prefix] = set()
