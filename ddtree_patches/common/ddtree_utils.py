@@ -281,6 +281,40 @@ def walk_tree(tree: DDTree, ancestors: torch.Tensor, target_tokens: torch.Tensor
     return TreeWalk(path=path, accept_lens=accept_lens, bonus=target_tokens.gather(1, last).squeeze(1))
 
 
+def walk_report(
+    tree: DDTree, ancestors: torch.Tensor, target_tokens: torch.Tensor, chain: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Walk, and everything that a step needs to know of it.
+
+    Args:
+        tree: trees of ``q`` slots.
+        ancestors: bool ``[bs, q, q]`` of `ancestor_mask`.
+        target_tokens: int64 ``[bs, q]``, as in `walk_tree`.
+        chain: int64 ``[bs, depth]``, the drafter's greedy token at each position.
+
+    Returns:
+        order int64 ``[bs, q]``: slots of the accepted path by depth, then all others;
+        last int64 ``[bs]``: slot of the last accepted node; packed int64
+        ``[bs, depth + 4]``: emitted tokens (zeros after the bonus), accepted nodes
+        without the root, bonus, slots used, leading emitted tokens that the greedy
+        chain holds: what linear verification would have accepted at the least.
+    """
+    bs, depth = chain.shape
+    walk = walk_tree(tree, ancestors, target_tokens, depth)
+    at = torch.arange(depth + 1, device=chain.device)
+    on_path = at <= walk.accept_lens[:, None]
+    key = torch.full_like(tree.parents, depth + 1)
+    key.scatter_(1, torch.where(on_path, walk.path, 0), torch.where(on_path, at, 0))
+    order = torch.argsort(key, dim=1, stable=True)
+    emitted = torch.zeros(bs, depth + 1, dtype=torch.int64, device=chain.device)
+    emitted[:, :depth] = tree.token_ids.gather(1, walk.path[:, 1:])
+    emitted = torch.where(on_path, emitted, 0).scatter(1, walk.accept_lens[:, None], walk.bonus[:, None])
+    along = ((emitted[:, :depth] == chain) & on_path[:, :depth]).cumprod(dim=1).sum(dim=1)
+    last = walk.path.gather(1, walk.accept_lens[:, None]).squeeze(1)
+    columns = (walk.accept_lens, walk.bonus, tree.num_nodes, along)
+    return order, last, torch.cat([emitted[:, :depth], *(column[:, None] for column in columns)], dim=1)
+
+
 def merge_top_k(
     log_sum_exps: torch.Tensor, top_logits: torch.Tensor, top_token_ids: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Optional, Union
 
 from sglang.srt.speculative.ddtree_hybrid import check_hybrid_args, check_track_interval
 
@@ -15,9 +15,13 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.server_args import ServerArgs
 
+AUTO = "auto"
 DEFAULT_BUDGET = 15
 DEFAULT_TOPK = 8
 DEFAULT_SPINE = 0
+
+PRESETS = (7, 15, 22, 31)
+"""What `auto` chooses the budget from."""
 
 TREE_ATTENTION_BACKENDS = ("triton",)
 """Backends that verify with an ancestor mask over scattered KV slots."""
@@ -25,6 +29,8 @@ TREE_ATTENTION_BACKENDS = ("triton",)
 _FLAGS = {
     "speculative_ddtree_budget": "--speculative-ddtree-budget",
     "speculative_ddtree_topk": "--speculative-ddtree-topk",
+    "speculative_ddtree_linear": "--speculative-ddtree-linear",
+    "speculative_ddtree_linear_above": "--speculative-ddtree-linear-above",
     "speculative_ddtree_spine": "--speculative-ddtree-spine",
     "speculative_ddtree_shadow_linear": "--speculative-ddtree-shadow-linear",
     "speculative_ddtree_allow_hybrid_unsafe": "--speculative-ddtree-allow-hybrid-unsafe",
@@ -35,14 +41,28 @@ def add_ddtree_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add the DDTREE flags to SGLang's argument parser."""
     parser.add_argument(
         "--speculative-ddtree-budget",
-        type=int,
+        type=_budget,
         help=f"DDTREE only. Nodes of the draft tree without its root (default {DEFAULT_BUDGET}). "
-        "The target verifies budget + 1 tokens per request and step.",
+        "The target verifies budget + 1 tokens per request and step. auto: one of "
+        f"{', '.join(map(str, PRESETS))}, by measured cost and the acceptance seen.",
     )
     parser.add_argument(
         "--speculative-ddtree-topk",
         type=int,
         help=f"DDTREE only. Candidates per drafted position (default {DEFAULT_TOPK}). 1 drafts a chain.",
+    )
+    # Every field of the server arguments has to have a flag; this one is set by the flag above.
+    parser.add_argument("--speculative-ddtree-auto-budget", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--speculative-ddtree-linear",
+        choices=["auto", "on", "off"],
+        help="DDTREE only. Verify large batches linearly. auto (default): where the step's cost, measured at start, "
+        "and the tokens seen say that it is faster; on: above --speculative-ddtree-linear-above; off: never.",
+    )
+    parser.add_argument(
+        "--speculative-ddtree-linear-above",
+        type=int,
+        help="DDTREE only. Largest batch that is verified as trees, with --speculative-ddtree-linear on.",
     )
     parser.add_argument(
         "--speculative-ddtree-spine",
@@ -80,9 +100,13 @@ def check_ddtree_args(args: ServerArgs) -> None:
                 "these flags need --speculative-algorithm DDTREE."
             )
         return
+    if args.speculative_ddtree_budget == AUTO:
+        args.speculative_ddtree_auto_budget = True
+        args.speculative_ddtree_budget = PRESETS[-1]  # what memory is sized for
     _default(args, "speculative_ddtree_budget", DEFAULT_BUDGET, least=1)
     _default(args, "speculative_ddtree_topk", DEFAULT_TOPK, least=1)
     _default(args, "speculative_ddtree_spine", DEFAULT_SPINE, least=0)
+    _check_linear(args)
     _check_page_size(args)
     if args.enable_deterministic_inference:
         raise ValueError(
@@ -103,9 +127,7 @@ def check_ddtree_args(args: ServerArgs) -> None:
                 )
         check_hybrid_args(args)
     # A second pass over resolved arguments starts from the block size again.
-    if args.speculative_dflash_block_size is not None and args.speculative_num_draft_tokens == (
-        args.speculative_ddtree_budget + 1
-    ):
+    if args.speculative_dflash_block_size is not None and args.speculative_num_draft_tokens == verify_width(args):
         args.speculative_num_draft_tokens = None
 
 
@@ -136,8 +158,14 @@ def apply_ddtree_args(args: ServerArgs) -> None:
             f"DDTREE cannot verify trees with the attention backend {verify}. "
             f"Use --attention-backend {' or '.join(TREE_ATTENTION_BACKENDS)}."
         )
-    args.speculative_num_draft_tokens = args.speculative_ddtree_budget + 1
+    args.speculative_num_draft_tokens = verify_width(args)
     args.speculative_num_steps = block_size
+
+
+def verify_width(args: ServerArgs) -> int:
+    """Slots per request of the widest verify pass: what KV rows and recurrent states are sized for."""
+    tree = int(args.speculative_ddtree_budget) + 1
+    return tree if args.speculative_ddtree_linear == "off" else max(tree, int(args.speculative_dflash_block_size))
 
 
 def validate_ddtree_request(req: Req, args: ServerArgs) -> Optional[str]:
@@ -178,6 +206,28 @@ def _check_page_size(args: ServerArgs) -> None:
             f"DDTREE needs --page-size 1, got {args.page_size}: an accepted path takes single KV "
             "slots out of the tree. Leave --page-size out or set it to 1."
         )
+
+
+def _check_linear(args: ServerArgs) -> None:
+    above = args.speculative_ddtree_linear_above
+    if args.speculative_ddtree_linear is None:
+        args.speculative_ddtree_linear = "auto" if above is None else "on"
+    if args.speculative_ddtree_linear == "on":
+        if above is None or above < 0:
+            raise ValueError(
+                "--speculative-ddtree-linear on needs --speculative-ddtree-linear-above N, the largest batch that is "
+                f"verified as trees, got {above}. Set it, or use --speculative-ddtree-linear auto."
+            )
+    elif above is not None:
+        raise ValueError(
+            f"--speculative-ddtree-linear-above {above} needs --speculative-ddtree-linear on, "
+            f"got {args.speculative_ddtree_linear}."
+        )
+
+
+def _budget(text: str) -> Union[int, str]:
+    """`auto` or a number; argparse says what was wrong."""
+    return text if text == AUTO else int(text)
 
 
 def _default(args: ServerArgs, name: str, default: int, *, least: int) -> None:

@@ -319,7 +319,7 @@ def plan_states(runner: ModelRunner, free_gib: float) -> float:
         elements=int(torch.Size(params.shape.temporal).numel()),
         free=int(free_gib * _GIB),
     )
-    budget = int(args.speculative_ddtree_budget)
+    budget = int(args.speculative_num_draft_tokens) - 1  # the largest one where it is chosen later
     logger.info("DDTREE hybrid: %s", plan.line(budget))
     if not plan.fits(budget):
         raise ValueError(plan.refusal(budget, args.model_path))
