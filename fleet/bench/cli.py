@@ -38,6 +38,7 @@ BASE: Flags = {
     "mem-fraction-static": ["0.95"],
     "disable-piecewise-cuda-graph": [],
     "skip-server-warmup": [],
+    "sleep-on-idle": [],  # waiting arms must not take a core each
     "random-seed": ["1"],
 }
 
@@ -68,7 +69,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--rounds", default="10", metavar="N | C:N,..", help="measured rounds, per concurrency C (default: %(default)s)"
     )
-    add("--requests", default=None, metavar="N | C:N,..", help="requests of a round (default: 4 alone, else 2 C)")
+    add("--requests", default=None, metavar="N | C:N,..", help="requests of a round (default: 6 alone, else 2 C)")
     add("--new", type=int, default=256, metavar="N", help="new tokens per request (default: %(default)s)")
     add("--warm", type=int, default=1, metavar="N", help="rounds dropped at the start (default: %(default)s)")
     add("--latency-rounds", type=int, default=2, metavar="N", help="streaming rounds (default: %(default)s)")
@@ -189,7 +190,7 @@ def settings(args: argparse.Namespace, argv: Sequence[str]) -> bench.Settings:
             raise Misuse(f"{what} {name!r} is none of the arms {', '.join(known)}")
     concurrencies = numbers(args.concurrency, "--concurrency")
     asked = prompts(args.prompts, args.count)
-    standard = ",".join(f"{c}:{4 if c == 1 else 2 * c}" for c in concurrencies)
+    standard = ",".join(f"{c}:{6 if c == 1 else 2 * c}" for c in concurrencies)
     requests = by_concurrency(args.requests or standard, concurrencies, "--requests")
     for name in ("new", "start_wave", "soak_concurrency"):
         if getattr(args, name) < 1:

@@ -53,10 +53,13 @@ def schedule(rounds: Mapping[int, int], warm: int, latency: int) -> list[Turn]:
     return turns
 
 
-def window(turn: Turn, prompts: int, requests: int) -> list[int]:
-    """The prompts of a round: the next `requests` of all, from the start again after the last."""
-    first = {"warm": -requests * (turn.index + 1), "speed": turn.index * requests, "latency": turn.index * requests}
-    return [(first[turn.kind] + i) % prompts for i in range(requests)]
+def window(turn: Turn, prompts: int, requests: int, rounds: int) -> list[int]:
+    """The prompts of a round: the next `requests` of all, from the start again after the last.
+
+    Speed rounds take the first ones, latency rounds go on behind all of the `rounds` speed rounds, warm-up comes from the end.
+    """
+    place = {"warm": -turn.index - 1, "speed": turn.index, "latency": rounds + turn.index}[turn.kind]
+    return [(place * requests + i) % prompts for i in range(requests)]
 
 
 def order(turn: Turn, names: Sequence[str], seed: int) -> list[str]:
@@ -79,10 +82,9 @@ def settle(server: Server, concurrency: int) -> None:
 
 
 def run_turn(
-    turn: Turn, servers: Mapping[str, Server], names: Sequence[str], prompts: Sequence[Ids], requests: int, new: int
+    turn: Turn, servers: Mapping[str, Server], names: Sequence[str], chosen: Sequence[tuple[int, Ids]], new: int
 ) -> tuple[list[dict[str, Any]], dict[str, list[client.Answer]]]:
     """Every arm of a round once; rows in the order they ran, and the answers by arm."""
-    chosen = [(number, prompts[number]) for number in window(turn, len(prompts), requests)]
     rows, answers = [], {}
     for place, name in enumerate(names):
         server = servers[name]
@@ -148,10 +150,13 @@ def measure(
             say(f"stopping at {out.ended}")
             break
         names = order(turn, [name for name in servers if name not in out.dropped], seed)
+        count = sum(other.kind == "speed" and other.concurrency == turn.concurrency for other in turns)
+        numbers = window(turn, len(prompts), requests[turn.concurrency], count)
+        chosen = [(number, prompts[number]) for number in numbers]
         begin = time.monotonic()
         while names:
             try:
-                rows, answers = run_turn(turn, servers, names, prompts, requests[turn.concurrency], new)
+                rows, answers = run_turn(turn, servers, names, chosen, new)
                 break
             except (client.Refused, OSError) as error:
                 broken = next((n for n in names if servers[n].process.poll() is not None), None)

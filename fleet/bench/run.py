@@ -69,6 +69,7 @@ class Findings:
     equality: list[dict[str, Any]] = field(default_factory=list)
     loops: list[int] = field(default_factory=list)
     hooks: dict[str, list[str]] = field(default_factory=dict)
+    said: dict[str, list[str]] = field(default_factory=dict)
     soak: dict[str, Any] | None = None
     timing: dict[str, list[dict[str, Any]]] | None = None
     notes: list[str] = field(default_factory=list)
@@ -103,6 +104,14 @@ def missing_hooks(server: Server) -> list[str]:
     if server.arm.mode == "baseline":
         bad += [name for name in data["modes"]["baseline"]["never"] if seen(name)]
     return bad
+
+
+def said(server: Server) -> list[str]:
+    """What a drafting worker said about itself, without what it repeats: runner, graphs, a budget that it chose."""
+    lines = [
+        line.strip() for line in server.lines() if re.search(r"DDTREE|DFLASH", line) and "server_args=" not in line
+    ]
+    return [line for line in lines if not re.search(r"verify completed|metrics steps|timing steps", line)][:20]
 
 
 def _tokenize(server: Server, prompts: Sequence[Mapping[str, str]]) -> list[Ids]:
@@ -178,6 +187,7 @@ def _with_servers(settings: Settings, found: Findings, ready: Mapping[str, Serve
         found.notes += likely.notes
     for name, server in left.items():
         found.hooks[name] = missing_hooks(server)
+        found.said[name] = said(server)
         if server.process.poll() is not None:
             found.errors[name] = f"ended with {server.process.returncode} before it was stopped: {server.reason()}"
 
@@ -358,6 +368,7 @@ def report(settings: Settings, found: Findings, started: datetime, seconds: floa
                     "command": by_name[arm.name].command if arm.name in by_name else [],
                     "start_seconds": by_name[arm.name].seconds if arm.name in by_name else None,
                     "error": _error(found, arm.name),
+                    "said": found.said.get(arm.name, []),
                 }
                 for arm in settings.arms
             ],
