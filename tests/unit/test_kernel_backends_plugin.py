@@ -102,4 +102,4 @@ def test_swap_refuses_other_parameters(plugin: ModuleType, engine: ModuleType) -
 def test_parameters_of_kernels_and_their_twins(plugin: ModuleType) -> None:
     kernel = SimpleNamespace(arg_names=["a", "b"])
     twin = SimpleNamespace(function=lambda requests, a, b: None)
-    assert plugin._parameters(kernel) == plugin._parameters(twin) == ["a", "b"]
+    assert plugin.parameters(kernel) == plugin.parameters(twin) == ["a", "b"]

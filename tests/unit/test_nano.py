@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bundled pair is what its card and its configuration say."""
+"""The bundled pairs are what their cards and their configurations say."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture
-def nano(repo: Path) -> Path:
-    return repo / "models" / "nano"
+@pytest.fixture(params=["nano", "nano-hybrid"])
+def nano(request: pytest.FixtureRequest, repo: Path) -> Path:
+    return repo / "models" / str(request.param)
 
 
 def header(file: Path) -> dict[str, Any]:
@@ -63,12 +63,18 @@ def test_card_states_the_real_sizes(nano: Path) -> None:
         assert f"{count / 1e6:.2f}" == text
 
 
-def test_prompts_are_many_and_different(nano: Path) -> None:
-    rows = [json.loads(line) for line in (nano / "prompts.jsonl").read_text().splitlines()]
+def test_prompts_are_many_and_different(repo: Path) -> None:
+    rows = [json.loads(line) for line in (repo / "models/nano/prompts.jsonl").read_text().splitlines()]
     assert len(rows) >= 64
     assert len({r["id"] for r in rows}) == len({r["prompt"] for r in rows}) == len(rows)
     # A shared beginning would hit the radix cache and hide prefill errors.
     assert len({r["prompt"][:120] for r in rows}) == len(rows)
+
+
+def test_pairs_share_tokenizer_and_prompts(repo: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        one, other = (repo / "models" / pair / "target" / name for pair in ("nano", "nano-hybrid"))
+        assert one.read_bytes() == other.read_bytes()
 
 
 def test_weights_are_readable_by_the_engine_user(nano: Path) -> None:

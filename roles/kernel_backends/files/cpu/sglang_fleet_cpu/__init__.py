@@ -9,6 +9,7 @@ cannot work without a device or would take minutes per answer:
 2. The drafter's input embeddings stay in the model's dtype (the runner casts them to bfloat16, which a float32 drafter
    cannot read).
 3. Triton's autotuner takes a kernel's first configuration instead of timing all of them on a device.
+4. Gated delta nets (hybrid models) take the GPU's branches, with torch twins of their kernels (recurrent.py).
 
 It acts only with `SGLANG_USE_CPU_ENGINE=1` and ends the process when a CUDA device is visible, so no GPU run can ever
 contain it. Any mismatch with the engine ends the process too: SGLang itself would only log the error and serve on.
@@ -29,12 +30,12 @@ logger = logging.getLogger(__name__)
 KERNELS_SWITCH = "SGLANG_FLEET_CPU_KERNELS"  # torch (default) or interpreter
 
 
-def _stop(problem: str) -> SystemExit:
+def stop(problem: str) -> SystemExit:
     """The error that ends the engine; SGLang swallows every Exception of a plugin, but not this."""
     return SystemExit(f"sglang-fleet cpu profile: {problem}")
 
 
-def _parameters(function: Any) -> list[str]:
+def parameters(function: Any) -> list[str]:
     """Parameter names of a function, of a Triton kernel or of a kernel's twin (its first one is the grid)."""
     if (twin := getattr(function, "function", None)) is not None:
         return list(inspect.signature(twin).parameters)[1:]
@@ -45,19 +46,23 @@ def _swap(path: str, twin: Any) -> None:
     """Put `twin` in the place of the function at dotted `path`, also where it was imported by name already."""
     module_name, name = path.rsplit(".", 1)
     theirs = getattr(importlib.import_module(module_name), name)
-    if _parameters(theirs) != _parameters(twin):
-        raise _stop(f"{path} takes {_parameters(theirs)}, its twin {_parameters(twin)}; this engine needs its own twin")
+    if parameters(theirs) != parameters(twin):
+        raise stop(f"{path} takes {parameters(theirs)}, its twin {parameters(twin)}; this engine needs its own twin")
     for module in list(sys.modules.values()):
         space = getattr(module, "__dict__", {})
         for key in [key for key, value in space.items() if value is theirs]:
             space[key] = twin
 
 
-def _kernels() -> None:
+def _choice() -> str:
     choice = os.environ.get(KERNELS_SWITCH, "torch")
     if choice not in ("torch", "interpreter"):
-        raise _stop(f"{KERNELS_SWITCH}={choice} is neither torch nor interpreter")
-    if choice == "torch":
+        raise stop(f"{KERNELS_SWITCH}={choice} is neither torch nor interpreter")
+    return choice
+
+
+def _kernels() -> None:
+    if _choice() == "torch":
         from sglang_fleet_cpu import attention, indices
 
         for path, twin in {**attention.TWINS, **indices.TWINS}.items():
@@ -91,6 +96,12 @@ def _autotuner() -> None:
     Autotuner.run = run
 
 
+def _recurrent() -> None:
+    from sglang_fleet_cpu import recurrent
+
+    recurrent.install(interpreted=_choice() == "interpreter")
+
+
 def register() -> None:
     """Entry point. Does nothing unless the engine was started as a CPU engine.
 
@@ -102,14 +113,14 @@ def register() -> None:
     import torch
 
     if torch.cuda.is_available():
-        raise _stop(
+        raise stop(
             "a CUDA device is visible; start the engine with CUDA_VISIBLE_DEVICES= or use the profile of the GPU"
         )
     if os.environ.get("TRITON_INTERPRET") != "1":
-        raise _stop("TRITON_INTERPRET=1 is missing; without it Triton's kernels need a GPU")
-    for part in (_kernels, _embeddings, _autotuner):
+        raise stop("TRITON_INTERPRET=1 is missing; without it Triton's kernels need a GPU")
+    for part in (_kernels, _recurrent, _embeddings, _autotuner):
         try:
             part()
         except Exception as error:
-            raise _stop(f"cannot set up {part.__name__.strip('_')}: {error!r}") from error
+            raise stop(f"cannot set up {part.__name__.strip('_')}: {error!r}") from error
     logger.info("sglang-fleet cpu profile is active (kernels: %s)", os.environ.get(KERNELS_SWITCH, "torch"))
