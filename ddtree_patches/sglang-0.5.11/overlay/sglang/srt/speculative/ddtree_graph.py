@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence,
 import torch
 
 from sglang.srt.distributed.parallel_state import graph_capture
+from sglang.srt.model_executor.cuda_graph_runner import freeze_gc
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.ddtree_kernels import write_mask
 
@@ -39,7 +40,7 @@ class GraphPool:
             function: fixed launches on fixed tensors, no host reads.
         """
         graph = torch.cuda.CUDAGraph()
-        with graph_capture() as context:
+        with graph_capture() as context, torch.no_grad():
             # Before, outside of the graph: lazily made constants and library handles must not be made in a capture.
             for _ in range(2):
                 function()
@@ -105,11 +106,13 @@ class GraphedStep:
         self.read = torch.cuda.Event()
         self._pool = GraphPool()
         self._graphs: Dict[Tuple[str, str, int], Tuple[torch.cuda.CUDAGraph, Any]] = {}
-        # Large ones first, so that smaller ones find their memory in the pool.
-        for bs in range(max_rows, 0, -1):
-            self._capture("draft", "", bs, lambda bs=bs: self._draft_inputs(bs))
-            for shape in shapes:
-                self._capture_shape(shape, bs)
+        with freeze_gc(False):
+            # Large ones first, so that smaller ones find their memory in the pool.
+            for bs in range(max_rows, 0, -1):
+                self._capture("draft", "", bs, lambda bs=bs: self._draft_inputs(bs))
+                for shape in shapes:
+                    self._capture_shape(shape, bs)
+        self.state.fill_(1)
 
     def _capture(self, stage: str, shape: str, bs: int, function: Callable[[], Any]) -> Any:
         self.state.fill_(1)  # a step advances it
@@ -197,7 +200,7 @@ class GraphedStep:
             seq_lens_cpu=on_host,
         )
         if planted is not None:
-            backend = getattr(runner.attn_backend, "full_attn_backend", runner.attn_backend)
+            backend = self.step.worker.verify_backend(runner.attn_backend)
             write_mask(planted.ancestors, self.state[0, :bs], backend.cuda_graph_custom_mask)
 
     def _model_output(self, runner: VerifyRunner, bs: int) -> Any:
@@ -233,6 +236,10 @@ class GraphedStep:
         end.synchronize()
         self.state.fill_(1)
         return start.elapsed_time(end) / rounds
+
+    def planted(self, shape: Shape, bs: int) -> Planted:
+        """The trees that `draft` has grown last."""
+        return self._graphs["plant", shape.name, bs][1]
 
     # -- a step, in order
 
@@ -275,8 +282,7 @@ class GraphedStep:
         output = self._run_model(shape.runner, bs, slots)
         mark("commit")
         self.slots[:n].copy_(slots)
-        planted = self._graphs["plant", shape.name, bs][1]
-        choose(output.next_token_logits[:n], planted.positions.flatten(), self.targets[:n])
+        choose(output.next_token_logits[:n], self.planted(shape, bs).positions.flatten(), self.targets[:n])
         packed = self._replay("walk", shape.name, bs)[2]
         self._host_shape = packed.shape
         self.host[: packed.numel()].view(packed.shape).copy_(packed, non_blocking=True)

@@ -369,6 +369,22 @@ class DeviceStep:
             pool.set_kv_buffer(attn, slots, keys, values, attn.k_scale, attn.v_scale)
 
 
+def check_same_trees(planted: Planted) -> None:
+    """For debugging: every rank has to verify the same trees.
+
+    Raises:
+        RuntimeError: naming the ranks whose trees differ from rank 0's.
+    """
+    columns = torch.cat([planted.tree.parents.flatten(), planted.tokens.flatten(), planted.positions.flatten()])
+    # A sum of products with odd weights, modulo 2^64: an exchange of two entries shows too.
+    weights = torch.arange(1, 2 * columns.numel(), 2, device=columns.device) * 0x9E3779B97F4A7C1
+    digest = ((columns + 1) * weights).sum().view(1)
+    digests = get_tp_group().all_gather(digest, dim=0).tolist()
+    differing = [rank for rank, value in enumerate(digests) if value != digests[0]]
+    if differing:
+        raise RuntimeError(f"DDTREE: the draft trees of tensor parallel ranks {differing} differ from rank 0's.")
+
+
 def _pad_columns(values: torch.Tensor, width: int, fill: float) -> torch.Tensor:
     """``[n, m]`` to ``[n, width]``: a small vocabulary shard has fewer candidates than k."""
     if values.shape[1] == width:

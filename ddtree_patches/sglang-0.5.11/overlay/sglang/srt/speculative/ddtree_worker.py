@@ -9,6 +9,7 @@ step is this module's own: `ddtree_step` says what happens on the device,
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, Dict, Iterator, List, Optional, Tuple
@@ -31,7 +32,7 @@ from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput, flat_mask
 from sglang.srt.speculative.ddtree_metrics import DDTreeMetrics, StepClock, metrics_interval
 from sglang.srt.speculative.ddtree_policy import LINEAR, VerifyPolicy
 from sglang.srt.speculative.ddtree_sampling import target_tokens
-from sglang.srt.speculative.ddtree_step import DeviceStep, Planted
+from sglang.srt.speculative.ddtree_step import DeviceStep, Planted, check_same_trees
 from sglang.srt.speculative.dflash_info import DFlashDraftInput
 from sglang.srt.speculative.dflash_utils import resolve_dflash_verify_mask_policy
 from sglang.srt.speculative.dflash_worker import DFlashWorker
@@ -69,6 +70,7 @@ class DDTreeWorker(DFlashWorker):
         self.metrics = DDTreeMetrics(mark=LEAK_MARK if leaks else "")
         self._metrics_interval = metrics_interval()
         self._logged_first_verify = False
+        self._check_ranks = get_tp_group().world_size > 1 and os.environ.get("SGLANG_DDTREE_CHECK_RANKS") == "1"
         self._clock = StepClock(self.device, logger) if self.tp_rank == 0 else None
         if not self.shadow_linear:
             self._refuse_what_cannot_verify_trees()
@@ -94,7 +96,7 @@ class DDTreeWorker(DFlashWorker):
     # -- start
 
     def _refuse_what_cannot_verify_trees(self) -> None:
-        backend = self._verify_backend(self.model_runner.attn_backend)
+        backend = self.verify_backend(self.model_runner.attn_backend)
         allowed = [_TREE_BACKEND_CLASSES[name] for name in TREE_ATTENTION_BACKENDS]
         if type(backend).__name__ not in allowed:
             raise ValueError(
@@ -109,7 +111,7 @@ class DDTreeWorker(DFlashWorker):
             )
         check_target(self.model_runner, self.server_args)
 
-    def _verify_backend(self, backend: Any) -> Any:
+    def verify_backend(self, backend: Any) -> Any:
         """The backend of the attention layers: HybridAttnBackend verifies with one of its halves, a hybrid model's
         backend holds the attention one inside."""
         half = "decode_backend" if self.server_args.speculative_attention_mode == "decode" else "prefill_backend"
@@ -198,7 +200,7 @@ class DDTreeWorker(DFlashWorker):
         runners = [draft, *(shape.runner for shape in self.shapes.values())]
         if torch.device(self.device).type != "cuda" or any(runner.graph_runner is None for runner in runners):
             return None
-        backends = [self._verify_backend(runner.attn_backend) for runner in runners]
+        backends = [self.verify_backend(runner.attn_backend) for runner in runners]
         reasons = [
             *(type(backend).__name__ for backend in backends if type(backend).__name__ != "TritonAttnBackend"),
             *(["a draft window"] if self.use_compact_draft_cache else []),
@@ -252,6 +254,8 @@ class DDTreeWorker(DFlashWorker):
             slots, before = alloc_token_slots(batch.tree_cache, bs * self.block_size, backup_state=True)
             batch.token_to_kv_pool_allocator.restore_state(before)
             graphs.draft(shape, bs, slots, self._mark)
+        if self._check_ranks:
+            check_same_trees(graphs.planted(shape, bs))
         slots = alloc_token_slots(batch.tree_cache, bs * shape.q)
 
         def choose(logits: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
@@ -293,6 +297,8 @@ class DDTreeWorker(DFlashWorker):
         if self.shadow_linear:
             step.shadow_trees(planted, log_probs, token_ids, self.budget)
 
+        if self._check_ranks:
+            check_same_trees(planted)
         slots = alloc_token_slots(batch.tree_cache, bs * shape.q)
         output, can_run_cuda_graph = self._verify(batch, shape, planted, slots)
         info = batch.sampling_info
