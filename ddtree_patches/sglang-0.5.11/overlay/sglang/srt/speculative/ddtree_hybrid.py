@@ -8,7 +8,7 @@ gated delta nets can do that: the causal convolution takes first children and
 next siblings, works out the parents and reads its window along them, and the
 delta rule reads its state from the parent's entry of a buffer that holds one
 state per slot. This module says when that is so, refuses what cannot do it,
-plans the buffer's memory, and commits the accepted slot's state.
+plans the buffer's memory, and says which states a step keeps for the radix cache.
 """
 
 from __future__ import annotations
@@ -149,35 +149,6 @@ def check_target(runner: ModelRunner, args: ServerArgs) -> None:
         raise RuntimeError(f"DDTREE: {type(backend).__name__} was built without tree links (topk {backend.topk}).")
 
 
-def commit_states(
-    runner: ModelRunner,
-    *,
-    last_slots: torch.Tensor,
-    path: torch.Tensor,
-    seq_lens_before: torch.Tensor,
-    commit_lens: torch.Tensor,
-    track_indices: Optional[torch.Tensor],
-) -> None:
-    """Make the state of each request's last committed slot the request's state; no host read.
-
-    Args:
-        last_slots: int64 ``[bs]``, tree slot of each request's last committed token.
-        path: int64 ``[bs, max_depth + 1]``, slots of the accepted path, the root first.
-        seq_lens_before: ``[bs]``, tokens in the cache before this step.
-        commit_lens: ``[bs]``, tokens that this step added, the root counted.
-        track_indices: ``[bs]``, where the radix cache keeps a state of each request, or None.
-    """
-    steps = None
-    if track_indices is not None:
-        steps = track_slots(path, seq_lens_before, commit_lens, int(runner.server_args.mamba_track_interval))
-    runner.attn_backend.update_mamba_state_after_mtp_verify(
-        accepted_steps=last_slots,
-        mamba_track_indices=track_indices,
-        mamba_steps_to_track=steps,
-        model=runner.model,
-    )
-
-
 def track_indices(batch: ScheduleBatch, args: ServerArgs) -> Optional[torch.Tensor]:
     """Where the radix cache keeps a state of each request, int64 ``[bs]``; None without such a cache.
 
@@ -197,6 +168,11 @@ def track_slots(
     path: torch.Tensor, seq_lens_before: torch.Tensor, commit_lens: torch.Tensor, interval: int
 ) -> torch.Tensor:
     """The slot whose state the radix cache is to keep: where the sequence length passes a multiple of `interval`.
+
+    Args:
+        path: int64 ``[bs, n]``, slots of the accepted path in order, the root first; anything behind its end.
+        seq_lens_before: ``[bs]``, tokens in the cache before this step.
+        commit_lens: ``[bs]``, tokens that this step adds, the root counted.
 
     Returns:
         int64 ``[bs]``; -1 where this step passes none.
