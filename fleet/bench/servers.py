@@ -70,6 +70,14 @@ def free_ports(taken: set[int]) -> tuple[int, int]:
     raise EngineFailed("no free port of the loopback between 20000 and 29999")
 
 
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment and more; a relative PYTHONPATH means the same in the server's own folder."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **more}
+    if path := env.get("PYTHONPATH"):
+        env["PYTHONPATH"] = os.pathsep.join(str(Path(part).absolute()) for part in path.split(os.pathsep) if part)
+    return env
+
+
 def start(
     arm: Arm, python: str, base: Flags, env: Mapping[str, str], folder: Path, taken: set[int], suffix: str = ""
 ) -> Server:
@@ -89,7 +97,7 @@ def start(
             stdout=sink,
             stderr=subprocess.STDOUT,
             cwd=work,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **env},
+            env=_environment(env),
             start_new_session=True,
         )
     return Server(arm, port, log, process, command, time.monotonic())

@@ -16,7 +16,20 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 ENGINE = Path(__file__).parent / "data/bench_engine"
-FAST = ["--new", "32", "--concurrency", "1,4", "--rounds", "3", "--requests", "4", "--latency-rounds", "1", "--warm", "1"]
+FAST = [
+    "--new",
+    "32",
+    "--concurrency",
+    "1,4",
+    "--rounds",
+    "3",
+    "--requests",
+    "4",
+    "--latency-rounds",
+    "1",
+    "--warm",
+    "1",
+]
 
 
 def command(out: Path, *words: str) -> list[str]:
@@ -127,7 +140,17 @@ def test_an_arm_that_dies_leaves_the_others(tmp_path: Path) -> None:
 
 
 def test_a_time_limit_keeps_whole_rounds(tmp_path: Path) -> None:
-    words = ["--arms", "baseline,ddtree:7", "--rounds", "400", "--limit", "33", "--new", "64", "--engine-flags=--fake-ms 3"]
+    words = [
+        "--arms",
+        "baseline,ddtree:7",
+        "--rounds",
+        "400",
+        "--limit",
+        "33",
+        "--new",
+        "64",
+        "--engine-flags=--fake-ms 3",
+    ]
     began = time.monotonic()
     report, _ = bench(tmp_path / "out", *words)
     assert time.monotonic() - began < 33

@@ -83,7 +83,9 @@ class Handler(BaseHTTPRequestHandler):
                 [[-0.5, token, None], [-0.5 - args.fake_gap, token + 1, None]] for token in prompt[start:]
             ]
         if os.environ.get("SGLANG_DDTREE_TIMING") == "1" and args.speculative_algorithm == "DDTREE" and new > 4:
-            log(f"DDTREE timing steps={steps} draft_ms=1.5 build_ms=0.1 verify_ms=2.5 commit_ms=0.05 host_ms=0.2 batch=1")
+            log(
+                f"DDTREE timing steps={steps} draft_ms=1.5 build_ms=0.1 verify_ms=2.5 commit_ms=0.05 host_ms=0.2 batch=1"
+            )
         if not body.get("stream"):
             time.sleep(steps * args.fake_ms / 1000)
             return self.send({"output_ids": ids, "text": " ".join(map(str, ids)), "meta_info": meta})
