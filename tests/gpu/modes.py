@@ -72,6 +72,7 @@ class Options:
     near_tie: float = 0.25
     parallel: int = 4
     flags: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
     soak: str | None = None
     soak_seconds: float = 120.0
     walk: str = "cuda"  # device of the walk; "" leaves it out
@@ -100,6 +101,11 @@ Answers = dict[str, dict[int, list[int]]]  # way: {prompt: token ids}
 
 def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def gpus() -> int:
+    """How many GPUs the driver shows, without loading torch."""
+    return len(servers.gpu_memory() or [])
 
 
 def read_prompts(options: Options) -> list[list[int]]:
@@ -288,7 +294,8 @@ def check(options: Options) -> Report:
         base |= parse_flags(shlex.split(text))
     report, memory = Report(), servers.gpu_memory()
     common: dict[str, Any] = {
-        "python": sys.executable, "base": base, "env": {}, "folder": options.out, "wave": max(1, options.parallel), "say": say,
+        "python": sys.executable, "base": base, "env": options.env, "folder": options.out,
+        "wave": max(1, options.parallel), "say": say,
     }  # fmt: skip
     for group in groups(chosen, options.parallel):
         deadline = time.monotonic() + START_LIMIT

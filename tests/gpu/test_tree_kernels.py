@@ -69,7 +69,9 @@ def same_tree(found: tuple[torch.Tensor, ...], want: reference.DDTree) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("rows", "vocab", "k"), [(1, 9, 8), (15, 1000, 8), (3, 4096, 1), (30, 4097, 8), (240, 65536, 8)])
+@pytest.mark.parametrize(
+    ("rows", "vocab", "k"), [(1, 9, 8), (15, 1000, 8), (3, 4096, 1), (30, 4097, 8), (240, 65536, 8)]
+)
 def test_top_k_and_log_sum_exp(rows: int, vocab: int, k: int, dtype: torch.dtype) -> None:
     """bfloat16 has many equal logits: the lower token comes first, on every rank and in every chunk."""
     rows = rows if DEVICE == "cuda" else min(rows, 3)
@@ -109,7 +111,9 @@ def test_mask_is_written_behind_every_prefix_and_nowhere_else(bs: int, budget: i
     built = tree("ties", bs, DEPTH, 8, budget, seed=budget)
     allowed = reference.ancestor_mask(built, DEPTH)
     lengths = torch.randint(0, 300, (bs,), generator=torch.Generator().manual_seed(bs))
-    pieces = [torch.cat([torch.ones(q, int(n), dtype=torch.bool), allowed[i]], 1).flatten() for i, n in enumerate(lengths)]
+    pieces = [
+        torch.cat([torch.ones(q, int(n), dtype=torch.bool), allowed[i]], 1).flatten() for i, n in enumerate(lengths)
+    ]
     want = torch.cat([*pieces, torch.ones(1000, dtype=torch.bool)])
     mask = torch.ones(len(want), dtype=torch.bool, device=DEVICE)
     ancestors, there = bits(allowed).to(DEVICE), lengths.to(DEVICE)
@@ -154,8 +158,15 @@ def test_a_captured_step_follows_new_content(bs: int, budget: int) -> None:
         parents, tokens, depths, nodes, ancestors = kernels.grow_tree(log_probs, ids, budget)
         kernels.write_mask(ancestors, lengths, mask)
         chain = ids[:, :, 0].contiguous()
-        return log_probs, ids, parents, tokens, depths, nodes, ancestors, *kernels.walk_trees(
-            parents, tokens, depths, nodes, said, chain
+        return (
+            log_probs,
+            ids,
+            parents,
+            tokens,
+            depths,
+            nodes,
+            ancestors,
+            *kernels.walk_trees(parents, tokens, depths, nodes, said, chain),
         )
 
     stream = torch.cuda.Stream()
