@@ -3,8 +3,10 @@
 
     bin/bench --pair DIR --out DIR --arms baseline,dflash:16,dflash:8,ddtree:15
     python3 -m fleet.bench ...          the same with the Python that has the engine, needs nothing else
+    bin/bench -l HOST --out DIR ...     on hosts of the inventory, in the place of an instance, with its models and flags
 
-Writes report.json, report.md and report.svg into --out. Exit codes: 0 every check holds, 1 one does not, 2 misuse.
+Writes report.json, report.md and report.svg into --out (on hosts a folder per host). Exit codes: 0 every check holds, 1 one
+does not, 2 misuse.
 An arm is KIND[:NUMBER][@LABEL][=FLAGS]; kinds are in fleet/bench/arms.yml. See docs/bench.md.
 """
 
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fleet.bench import arms, instance
+from fleet.bench import arms, hosts, instance
 from fleet.bench import run as bench
 from fleet.bench.arms import Flags, Misuse
 from fleet.bench.client import Refused
@@ -51,7 +53,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--pair", type=Path, metavar="DIR", help="folder with target/ and draft/")
     add("--target", type=Path, metavar="DIR", help="the target, instead of --pair")
     add("--draft", type=Path, metavar="DIR", help="the drafter, instead of --pair")
-    add("--instance", type=Path, metavar="FILE", help="a served instance's YAML: its models, flags and environment")
+    add("--instance", metavar="FILE", help="a served instance's YAML: its models, flags, environment; with -l its name")
+    add("-l", "--hosts", metavar="HOST,..", help="run on these hosts or groups instead of here")
+    add("-i", "--inventory", action="append", default=[], metavar="FILE", help="with -l; default: that of ansible.cfg")
     add("--out", type=Path, required=True, metavar="DIR", help="where reports and logs go")
     add(
         "--prompts",
@@ -177,10 +181,8 @@ def environment(args: argparse.Namespace, served: instance.Served | None) -> dic
     return env
 
 
-def settings(args: argparse.Namespace, argv: Sequence[str]) -> bench.Settings:
-    """What was asked for, checked. Raises Misuse."""
-    served = instance.load(args.instance) if args.instance else None
-    target, draft = models(args, served)
+def choices(args: argparse.Namespace, draft: Path | None) -> tuple[list[arms.Arm], str, dict[int, int], dict[int, int]]:
+    """(arms, reference, rounds, requests): all that can be checked without looking at models. Raises Misuse."""
     names = (args.arms if args.arms is not None or args.arm else ARMS) or ""
     chosen = arms.arms([*filter(None, names.split(",")), *args.arm], draft)
     known = [arm.name for arm in chosen]
@@ -189,7 +191,6 @@ def settings(args: argparse.Namespace, argv: Sequence[str]) -> bench.Settings:
         if name is not None and name not in known:
             raise Misuse(f"{what} {name!r} is none of the arms {', '.join(known)}")
     concurrencies = numbers(args.concurrency, "--concurrency")
-    asked = prompts(args.prompts, args.count)
     standard = ",".join(f"{c}:{6 if c == 1 else 2 * c}" for c in concurrencies)
     requests = by_concurrency(args.requests or standard, concurrencies, "--requests")
     for name in ("new", "start_wave", "soak_concurrency"):
@@ -198,7 +199,34 @@ def settings(args: argparse.Namespace, argv: Sequence[str]) -> bench.Settings:
     for name in ("warm", "latency_rounds", "near_tie"):
         if getattr(args, name) < 0:
             raise Misuse(f"--{name.replace('_', '-')} can't be negative")
-    largest = max([*concurrencies, args.soak_concurrency if args.soak else 1])
+    numbers(args.timing_concurrency, "--timing-concurrency")
+    return chosen, reference, by_concurrency(args.rounds, concurrencies, "--rounds"), requests
+
+
+def on_hosts(argv: Sequence[str]) -> int:
+    """Run on hosts: what is meant for this side is taken out, the rest is checked here and goes there."""
+    here = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    here.add_argument("-l", "--hosts")
+    here.add_argument("-i", "--inventory", action="append", default=[])
+    here.add_argument("--instance")
+    here.add_argument("--out", type=Path)
+    here.add_argument("--prompts", type=Path)
+    mine, rest = here.parse_known_args(argv)
+    choices(arguments([*rest, "--out", "x"]), Path("drafter"))
+    if mine.prompts:
+        prompts(mine.prompts, None)
+    return hosts.run(hosts.command(mine.hosts, mine.inventory, mine.instance, mine.out, mine.prompts, rest))
+
+
+def settings(args: argparse.Namespace, argv: Sequence[str]) -> bench.Settings:
+    """What was asked for, checked. Raises Misuse."""
+    if args.inventory:
+        raise Misuse("-i names an inventory, but no host is named with -l")
+    served = instance.load(Path(args.instance)) if args.instance else None
+    target, draft = models(args, served)
+    chosen, reference, rounds, requests = choices(args, draft)
+    asked = prompts(args.prompts, args.count)
+    largest = max([*rounds, args.soak_concurrency if args.soak else 1])
     # A token has at least one byte; a step may reserve a block or a tree of 64 beyond the answer.
     longest = min(max(len(row["prompt"].encode()) for row in asked), 2048) + args.new + 80
     return bench.Settings(
@@ -212,7 +240,7 @@ def settings(args: argparse.Namespace, argv: Sequence[str]) -> bench.Settings:
         python=args.python,
         out=args.out.resolve(),
         prompts=asked,
-        rounds=by_concurrency(args.rounds, concurrencies, "--rounds"),
+        rounds=rounds,
         requests=requests,
         new=args.new,
         warm=args.warm,
@@ -245,6 +273,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"[{time.monotonic() - begin:6.1f} s] {text}", flush=True)
 
     try:
+        if args.hosts:
+            return on_hosts(words)
         chosen = settings(args, words)
     except Misuse as error:
         print(f"bench: {error}", file=sys.stderr)

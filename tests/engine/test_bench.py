@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,13 +22,20 @@ PROMPTS = 4
 
 
 @pytest.fixture(scope="module")
-def bench(engine_python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+def bench(
+    engine_python: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[subprocess.CompletedProcess[str], Path]:
     """A finished run with everything on, as a GPU machine would run it: no ansible, the engine's own Python."""
     work = tmp_path_factory.mktemp("bench")
     args, env = launch.lay_out(work)
+    other = work / "other"
+    shutil.copytree(NANO / "target", other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-2}))
     command: list[str | Path] = [
         engine_python, "-m", "fleet.bench", "--pair", NANO, "--out", work / "out", "--count", str(PROMPTS),
-        "--arms", "baseline,ddtree:7", "--concurrency", "1,2", "--rounds", "1:2,2:1", "--requests", "2", "--new", str(NEW),
+        "--arms", "baseline,ddtree:7", "--arm", f"baseline@other=--model-path {other}",
+        "--negative", "baseline@other", "--concurrency", "1,2", "--rounds", "1:2,2:1", "--requests", "2", "--new", str(NEW),
         "--latency-rounds", "1", "--start-wave", "1", "--soak", "ddtree:7", "--soak-seconds", "2", "--soak-concurrency", "2",
         "--near-tie", "0", "--engine-flags", shlex.join(launch.flags(args)),
         *(word for item in env.items() for word in ("--engine-env", "=".join(item))),
@@ -65,6 +73,15 @@ def test_float32_output_is_the_same(report: dict[str, Any]) -> None:
     assert all(len(t["ids"]) == NEW and t["text"] for t in mine)
 
 
+def test_another_model_is_caught(report: dict[str, Any]) -> None:
+    """The negative control: almost the same model. Its first differences have gaps, told by baseline's engine."""
+    row = next(r for r in report["equality"] if (r["arm"], r["concurrency"]) == ("baseline@other", 1))
+    assert row["negative"] and row["count"]["different"] > 0
+    gaps = [other["gap"] for other in row["count"]["others"]]
+    assert any(gap is not None and 0 < gap < 3 for gap in gaps), gaps
+    assert not report["notes"] or all("log-prob" not in note for note in report["notes"])
+
+
 def test_rounds_and_figures(report: dict[str, Any]) -> None:
     counts = {
         (kind, c): sum(r["kind"] == kind and r["concurrency"] == c for r in report["rows"])
@@ -72,7 +89,7 @@ def test_rounds_and_figures(report: dict[str, Any]) -> None:
         for c in (1, 2)
     }
     assert counts == {
-        ("speed", 1): 4, ("speed", 2): 2, ("latency", 1): 2, ("latency", 2): 2, ("warm", 1): 0, ("warm", 2): 0
+        ("speed", 1): 6, ("speed", 2): 3, ("latency", 1): 3, ("latency", 2): 3, ("warm", 1): 0, ("warm", 2): 0
     }  # fmt: skip
     for row in report["rows"]:
         assert row["tokens"] == 2 * NEW and 0 < row["tok_s"] == row["tokens"] / row["seconds"]
@@ -107,7 +124,7 @@ def test_markdown(bench: tuple[subprocess.CompletedProcess[str], Path], report: 
 
 def test_nothing_is_left_running(bench: tuple[subprocess.CompletedProcess[str], Path], report: dict[str, Any]) -> None:
     marks = {a["command"][a["command"].index("--nccl-port") + 1] for a in report["setup"]["arms"]}
-    assert len(marks) == 2
+    assert len(marks) == 3
     for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = cmdline.read_bytes().decode(errors="replace").split("\0")

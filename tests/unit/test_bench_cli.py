@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import bench_core
+import bench_files
 import pytest
 
-from fleet.bench import arms, cli, instance
+from fleet.bench import arms, cli, hosts, instance
 from fleet.bench.arms import Misuse
 
 REPO = Path(__file__).resolve().parents[2]
@@ -67,6 +70,8 @@ def test_own_flags_win_and_labels_tell_apart() -> None:
         (["--requests", "many"], "--requests 'many' is neither a number nor like 1:10,8:5"),
         (["--new", "0"], "--new has to be at least 1"),
         (["--near-tie", "-1"], "--near-tie can't be negative"),
+        (["-i", "x"], "-i names an inventory, but no host is named with -l"),
+        (["-l", "ct200", "--arms", "medusa"], "unknown arm 'medusa'"),
         (["--engine-env", "A"], "--engine-env 'A' is not K=V"),
         (["--prompts", "/nowhere"], "prompts /nowhere: FileNotFoundError"),
         (["--target", "/nowhere"], "/nowhere is no model folder: config.json is missing"),
@@ -111,6 +116,54 @@ def test_own_prompts() -> None:
     assert len(set(starts)) > 56, "different beginnings, or a prefix cache would answer"
     bundled = {row["prompt"] for row in cli.prompts(NANO / "prompts.jsonl", None)}
     assert not bundled & {row["prompt"] for row in rows}
+
+
+def test_on_hosts_the_rest_goes_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    def run(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        seen.append(argv)
+        return subprocess.CompletedProcess(argv, 2)
+
+    monkeypatch.setattr(hosts.subprocess, "run", run)
+    words = ["-l", "ct200", "-i", "inv", "--instance", "gpu1", "--out", str(tmp_path), "--arms", "baseline,ddtree:15"]
+    assert cli.main([*words, "--engine-flags=--context-length 4096"]) == 1
+    (argv,) = seen
+    assert argv[:6] == ["ansible-playbook", str(REPO / "playbooks/bench.yml"), "-i", "inv", "-l", "ct200"]
+    assert json.loads(argv[7]) == {
+        "bench_arguments": ["--arms", "baseline,ddtree:15", "--engine-flags=--context-length 4096"],
+        "bench_out": str(tmp_path), "bench_instance": "gpu1",
+    }  # fmt: skip
+
+
+def test_the_role_carries_all_that_the_core_reads(tmp_path: Path) -> None:
+    """What the lookup lays out runs there, alone."""
+    (files,) = bench_core.LookupModule().run([str(cli.PROMPTS)])
+    folder = tmp_path / "core"
+    bench_files.apply(folder, files, *bench_files.differences(folder, files))
+    pair = ["--target", str(NANO / "target"), "--draft", str(NANO / "draft")]
+    program = [sys.executable, "-m", "fleet.bench", *pair, "--out", str(tmp_path / "out"), "--arms", "baseline,x"]
+    done = subprocess.run(program, cwd=folder, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.partition(";")[0]) == (2, "bench: unknown arm 'x'")
+    assert (folder / "prompts.jsonl").read_text() == cli.PROMPTS.read_text()
+
+
+def test_files_of_a_folder_are_exactly_these(tmp_path: Path) -> None:
+    folder = tmp_path / "core"
+    files = {"a/b.py": "1\n", "c.yml": "x"}
+    bench_files.apply(folder, files, *bench_files.differences(folder, files))
+    assert bench_files.differences(folder, files) == ([], [])
+    (folder / "a/b.py").write_text("2\n")
+    (folder / "c.yml").chmod(0o600)
+    (folder / "old").mkdir()
+    (folder / "old/d").write_text("")
+    assert bench_files.differences(folder, files) == (["a/b.py", "c.yml"], ["old/d"])
+    bench_files.apply(folder, files, *bench_files.differences(folder, files))
+    assert bench_files.differences(folder, files) == ([], [])
+    assert not (folder / "old").exists() and (folder / "a/b.py").read_text() == "1\n"
+    for path in ("/etc/x", "../x", "a/../../x", ""):
+        with pytest.raises(ValueError, match="is not a path below"):
+            bench_files.differences(folder, {path: ""})
 
 
 YAML = """\
