@@ -31,7 +31,7 @@ def bench(
     other = work / "other"
     shutil.copytree(NANO / "target", other)
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-2}))
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     command: list[str | Path] = [
         engine_python, "-m", "fleet.bench", "--pair", NANO, "--out", work / "out", "--count", str(PROMPTS),
         "--arms", "baseline,ddtree:7", "--arm", f"baseline@other=--model-path {other}",
@@ -78,7 +78,7 @@ def test_another_model_is_caught(report: dict[str, Any]) -> None:
     row = next(r for r in report["equality"] if (r["arm"], r["concurrency"]) == ("baseline@other", 1))
     assert row["negative"] and row["count"]["different"] > 0
     gaps = [other["gap"] for other in row["count"]["others"]]
-    assert any(gap is not None and 0 < gap < 3 for gap in gaps), gaps
+    assert sum(gap is not None and 0 < gap < 3 for gap in gaps) >= 2, gaps
     assert not report["notes"] or all("log-prob" not in note for note in report["notes"])
 
 
