@@ -54,7 +54,7 @@ class Pair:
         return out.logits[0].float(), torch.cat([out.hidden_states[layer + 1][0] for layer in self.layers], -1)
 
     def drafts(self, features: Tensor, at: list[int], roots: list[int]) -> Tensor:
-        """Drafter logits `[blocks, 15, vocabulary]`: block i starts with token `roots[i]` at position `at[i]`, sees what is before."""
+        """Drafter logits `[blocks, 15, vocabulary]`: block i starts with token `roots[i]` at position `at[i]`."""
         seen, asked, visible = blocks_at(torch.tensor([at], device=self.device), len(features))
         ids = torch.tensor([[token, *[self.mask] * (BLOCK - 1)] for token in roots], device=self.device)
         hidden = self.drafter(

@@ -40,7 +40,7 @@ def sha256(path: Path) -> str:
 
 def unpacked(archive: dict[str, Any], have: Path) -> bool:
     """Whether this very archive lies in its place already."""
-    mark = have / archive["name"]
+    mark = have / str(archive["name"])
     return mark.exists() and mark.read_text() == str(archive["digest"])
 
 
