@@ -36,7 +36,7 @@ def test_twins_equal_interpreted_kernels(engine_python: Path, profile: dict[str,
     done = _run(engine_python, profile, HERE / "twins_check.py")
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 20
+    assert len(found) == 31
     assert {case: worst for case, worst in found.items() if worst > BOUND.get(case, 3e-6)} == {}
 
 

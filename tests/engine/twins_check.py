@@ -17,9 +17,20 @@ import torch
 from sglang.srt.layers.attention.triton_ops import decode_attention, extend_attention
 from sglang.srt.layers.attention.utils import create_flashinfer_kv_indices_triton
 from sglang.srt.speculative.spec_utils import assign_req_to_token_pool
-from sglang_fleet_cpu import attention, indices
+from sglang_fleet_cpu import attention, indices, recurrent
+
+recurrent.install(interpreted=True)  # the kernels of gated delta nets as they are, fit for the interpreter
+from sglang.jit_kernel.triton import gdn_fused_proj  # noqa: E402
+from sglang.srt.layers.attention.fla import (  # noqa: E402
+    fused_gdn_gating,
+    fused_norm_gate,
+    fused_recurrent,
+    fused_sigmoid_gating_recurrent,
+)
+from sglang.srt.layers.attention.mamba import causal_conv1d_triton  # noqa: E402
 
 SLOTS, DIM = 600, 32
+HEADS, KEY_HEADS, STATES = 4, 2, 9  # of a recurrent layer; rows of its pool
 
 
 def _tree_mask(nodes: int, prefix: int, hide_prefix: bool) -> torch.Tensor:
@@ -115,6 +126,135 @@ def assign_slots() -> float:
     return _difference(*results)
 
 
+def _links(requests: int, slots: int, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random trees of `used` slots as first children and next siblings."""
+    child = torch.full((requests, slots), -1, dtype=torch.int32)
+    sibling = child.clone()
+    for request in range(requests):
+        last: dict[int, int] = {}
+        for slot in range(1, used):
+            parent = random.randrange(slot)
+            (sibling[request] if parent in last else child[request])[last.get(parent, parent)] = slot
+            last[parent] = slot
+    return child, sibling
+
+
+def _worst(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    return max(_difference(a, b) for a, b in zip(one, other, strict=True))
+
+
+def convolution(requests: int, slots: int, *, tree: int = 0, width: int = 4, bias: bool = False) -> float:
+    """One step of the causal convolution: outputs, states, kept windows and parents; `tree` slots are used."""
+    channels, spare = 48, 2
+    x = torch.randn(requests, channels, slots)
+    pool = torch.randn(STATES, channels, width - 1)
+    weight = torch.randn(channels, width)
+    rows = torch.randperm(STATES)[:requests].to(torch.int32)
+    links = _links(requests, slots, tree) if tree else (None, None)
+    results = []
+    for function in (causal_conv1d_triton.causal_conv1d_update, recurrent.causal_conv1d_update):
+        state = pool.clone()
+        kept = torch.full((STATES, slots + spare, channels, width - 1), 7.0)
+        parents = torch.full((requests, slots), -9, dtype=torch.int32) if tree else None
+        out = function(
+            x if slots > 1 else x[:, :, 0], state, weight, torch.randn(channels, generator=_seeded()) if bias else None,
+            "silu", conv_state_indices=rows, intermediate_conv_window=kept if slots > 1 else None,
+            intermediate_state_indices=torch.arange(requests, dtype=torch.int32) if slots > 1 else None,
+            retrieve_next_token=links[0], retrieve_next_sibling=links[1], retrieve_parent_token=parents,
+        )  # fmt: skip
+        results.append([out, state, kept, *([parents] if parents is not None else [])])
+    return _worst(*results)
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+def delta_rule(requests: int, slots: int, *, tree: int = 0, width: int | None = None) -> float:
+    """A verify pass of the gated delta rule: outputs and the state after each slot, in a buffer of `width` slots a row."""
+    tokens, width = requests * slots, width or slots
+    q, k = torch.randn(2, 1, tokens, KEY_HEADS, DIM)
+    v = torch.randn(1, tokens, HEADS, DIM)
+    a, b = torch.randn(2, tokens, HEADS)
+    decay, shift = torch.randn(2, HEADS)
+    pool = torch.randn(STATES, HEADS, DIM, DIM)
+    rows = torch.randperm(STATES)[:requests].to(torch.int32)
+    parents = None
+    if tree:
+        child, sibling = _links(requests, slots, tree)
+        found = [recurrent._parents(c.tolist(), s.tolist()) for c, s in zip(child, sibling, strict=True)]
+        parents = torch.tensor(found, dtype=torch.int32)
+    results = []
+    for function in (
+        fused_sigmoid_gating_recurrent.fused_sigmoid_gating_delta_rule_update,
+        recurrent.fused_sigmoid_gating_delta_rule_update,
+    ):
+        state, kept = pool.clone(), torch.full((STATES, width, HEADS, DIM, DIM), 7.0)
+        out = function(
+            A_log=decay, a=a, dt_bias=shift, softplus_beta=1.0, softplus_threshold=20.0, q=q, k=k, v=v, b=b,
+            initial_state_source=state, initial_state_indices=rows, use_qk_l2norm_in_kernel=True,
+            cu_seqlens=torch.arange(0, tokens + 1, slots, dtype=torch.int32), disable_state_update=True,
+            intermediate_states_buffer=kept, intermediate_state_indices=torch.arange(requests, dtype=torch.int32),
+            cache_steps=width, retrieve_parent_token=parents,
+        )  # fmt: skip
+        results.append([out, state, kept])
+    return _worst(*results)
+
+
+def packed_decode(requests: int, tokens: int = 1) -> float:
+    """Tokens one after the other through the decode kernel, against its twin and against prefill's twin."""
+    channels = 2 * KEY_HEADS * DIM + HEADS * DIM
+    mixed = torch.randn(tokens, requests, channels)
+    a, b = torch.randn(2, tokens, requests, HEADS)
+    decay, shift = torch.randn(2, HEADS)
+    pool = torch.randn(STATES, HEADS, DIM, DIM)
+    rows = torch.randperm(STATES)[:requests].to(torch.int32)
+    results = []
+    for function in (
+        fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode,
+        recurrent.fused_recurrent_gated_delta_rule_packed_decode,
+    ):
+        state, outs = pool.clone(), []
+        for token in range(tokens):
+            out = torch.full((requests, 1, HEADS, DIM), float("nan"))
+            function(mixed[token], a[token], b[token], decay, shift, DIM**-0.5, state, out, rows, True)
+            outs.append(out)
+        results.append([torch.stack(outs, 1).view(1, requests * tokens, HEADS, DIM), state])
+    state = pool.clone()
+    packed = mixed.transpose(0, 1).reshape(1, requests * tokens, channels)
+    q, k, v = packed.split([KEY_HEADS * DIM, KEY_HEADS * DIM, HEADS * DIM], -1)
+    g, beta = recurrent.fused_gdn_gating(
+        decay, a.transpose(0, 1).reshape(-1, HEADS), b.transpose(0, 1).reshape(-1, HEADS), shift
+    )
+    out, _, _ = recurrent.chunk_gated_delta_rule(
+        q.unflatten(2, (-1, DIM)), k.unflatten(2, (-1, DIM)), v.unflatten(2, (-1, DIM)), g, beta, initial_state=state,
+        initial_state_indices=rows, cu_seqlens=torch.arange(0, requests * tokens + 1, tokens), use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    return max(_worst(*results), _worst(results[0], [out, state]))
+
+
+def gates() -> float:
+    """Decay and write strength of prefill, the gated norm, and the split of the projections."""
+    a, b = torch.randn(2, 21, HEADS)
+    decay, shift = torch.randn(2, HEADS)
+    worst = _worst(*[
+        list(function(decay, a, b, shift))
+        for function in (fused_gdn_gating.fused_gdn_gating, recurrent.fused_gdn_gating)
+    ])  # fmt: skip
+    x, g, weight = torch.randn(50, DIM), torch.randn(50, DIM), torch.randn(DIM)
+    worst = max(worst, _difference(*[
+        function(x.clone(), g, weight, None, eps=1e-6, is_rms_norm=True)[0]
+        for function in (fused_norm_gate.layer_norm_gated_fwd, recurrent.layer_norm_gated_fwd)
+    ]))  # fmt: skip
+    group = HEADS // KEY_HEADS
+    qkvz = torch.randn(13, KEY_HEADS * (2 * DIM + 2 * group * DIM))
+    ba = torch.randn(13, KEY_HEADS * 2 * group)
+    return max(worst, _worst(*[
+        list(function(qkvz, ba, KEY_HEADS, HEADS, DIM, DIM))
+        for function in (gdn_fused_proj.fused_qkvzba_split_reshape_cat, recurrent.fused_qkvzba_split_reshape_cat)
+    ]))  # fmt: skip
+
+
 def main() -> int:
     torch.manual_seed(0)
     random.seed(0)
@@ -141,6 +281,17 @@ def main() -> int:
         "index lists": kv_indices(None),
         "index lists with starts": kv_indices([9, 99, 41]),
         "slot bookkeeping": assign_slots(),
+        "convolution, decode": convolution(3, 1),
+        "convolution, chain": convolution(2, 16),
+        "convolution, tree": convolution(3, 16, tree=16),
+        "convolution, tree with unused slots": convolution(2, 16, tree=11, bias=True),
+        "convolution, tree, width 3": convolution(2, 8, tree=8, width=3),
+        "delta rule, chain": delta_rule(2, 8),
+        "delta rule, tree": delta_rule(3, 16, tree=16),
+        "delta rule, tree with unused slots in a wider buffer": delta_rule(2, 8, tree=6, width=12),
+        "delta rule, decode": packed_decode(3),
+        "delta rule, prefill": packed_decode(2, 9),
+        "gates and norms of a recurrent layer": gates(),
     }
     json.dump(found, sys.stdout)
     return 0

@@ -223,7 +223,10 @@ def fused_sigmoid_gating_delta_rule_update(
         state = initial_state_source[row].float() if row >= 0 else torch.zeros(initial_state_source.shape[1:])
         kept, parents = None, None
         if intermediate_states_buffer is not None and intermediate_state_indices is not None:
-            kept = intermediate_states_buffer[int(intermediate_state_indices[request])]
+            # The kernel goes by cache_steps, whatever the buffer's shape.
+            rows = intermediate_states_buffer.view(-1, *initial_state_source.shape[1:])
+            start = int(intermediate_state_indices[request]) * (cache_steps or 0)
+            kept = rows[start : start + end - first]
             parents = retrieve_parent_token[request].tolist() if retrieve_parent_token is not None else None
         for slot, at in enumerate(range(first, end)):
             if parents is not None and kept is not None and slot:
@@ -283,6 +286,48 @@ def fused_qkvzba_split_reshape_cat(
     return mixed, z.reshape(tokens, num_heads_v, head_v), b.reshape(tokens, -1), a.reshape(tokens, -1)
 
 
+def fused_gdn_gating(
+    A_log: Tensor,  # noqa: N803 - the engine's name
+    a: Tensor,
+    b: Tensor,
+    dt_bias: Tensor,
+    beta: float = 1.0,
+    threshold: float = 20.0,
+) -> tuple[Tensor, Tensor]:
+    """Log decay and write strength float32 `[1, tokens, value heads]` of prefill's tokens."""
+    decay = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float(), beta, threshold)
+    return decay[None], b.float().sigmoid().to(b.dtype).float()[None]
+
+
+def layer_norm_gated_fwd(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str = "swish",
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
+    is_rms_norm: bool = False,
+) -> tuple[Tensor, None, Tensor, Tensor]:
+    """RMS norm of rows `[n, d]` times their gate; as the kernel, into `x` itself unless another dtype is asked for."""
+    if residual is not None or residual_dtype not in (None, x.dtype) or not is_rms_norm or bias is not None:
+        raise NotImplementedError("the twin of layer_norm_gated_fwd takes an RMS norm without residual and bias")
+    rows, gate = x.float(), g.float()
+    scale = (rows.square().mean(-1) + eps).rsqrt()
+    out = rows * scale[:, None]
+    if weight is not None:
+        out = out * weight.float()
+    if activation in ("swish", "silu"):
+        out = out * gate * gate.sigmoid()
+    elif activation == "sigmoid":
+        out = out * gate.sigmoid()
+    y = x if out_dtype is None else torch.empty_like(x, dtype=out_dtype)
+    y.copy_(out)
+    return y, None, scale, x
+
+
 def fused_mamba_state_scatter_with_mask(
     dst: Tensor, src: Tensor, dst_indices_raw: Tensor, step_indices_raw: Tensor
 ) -> None:
@@ -316,6 +361,8 @@ STEP_TWINS: dict[str, list[Callable[..., Any]]] = {
     _ATTENTION + "mamba.causal_conv1d_triton": [causal_conv1d_update],
     _ATTENTION + "fla.fused_sigmoid_gating_recurrent": [fused_sigmoid_gating_delta_rule_update],
     _ATTENTION + "fla.fused_recurrent": [fused_recurrent_gated_delta_rule_packed_decode],
+    _ATTENTION + "fla.fused_gdn_gating": [fused_gdn_gating],
+    _ATTENTION + "fla.fused_norm_gate": [layer_norm_gated_fwd],
     "sglang.jit_kernel.triton.gdn_fused_proj": [fused_qkvzba_split_reshape_cat],
 }
 """Twins of the functions of these names in these modules: always, and unless kernels are interpreted."""
