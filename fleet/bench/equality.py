@@ -14,7 +14,6 @@ from fleet.bench.rounds import Ids, Texts
 from fleet.bench.servers import Server
 
 LIKELIEST = 20
-AT_ONCE = 8  # prompts per go while texts are completed
 
 
 @dataclass
@@ -77,10 +76,10 @@ def complete(
     failed: dict[str, str] = {}
 
     def work(name: str, server: Server, missing: list[int]) -> None:
-        for first in range(0, len(missing), AT_ONCE):
+        for number in missing:
             if time.monotonic() > deadline:
                 return
-            load = client.load(server.port, [(n, prompts[n]) for n in missing[first : first + AT_ONCE]], new, 1)
+            load = client.load(server.port, [(number, prompts[number])], new, 1)
             found.add(name, 1, load.answers)
             bad = next((answer.error for answer in load.answers if answer.error), None)
             if bad is not None:

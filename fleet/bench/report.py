@@ -43,6 +43,22 @@ def speed(part: Data, loops: bool) -> list[str]:
     return table(head, rows)
 
 
+def short(summary: Data) -> list[str]:
+    """The fastest arm of every kind by concurrency."""
+    rows = []
+    for concurrency, part in summary.items():
+        best: dict[str, tuple[float, str]] = {}
+        for name, f in part["arms"].items():
+            kind = name.partition(":")[0].partition("@")[0]
+            if f["tok_s"]["n"] and f["tok_s"]["median"] > best.get(kind, (0.0, ""))[0]:
+                best[kind] = (f["tok_s"]["median"], name)
+        for median, name in best.values():
+            ratios = part["arms"][name]["ratios"]
+            over = [f"{r['median']:.3f} over {title}" for title, r in ratios.items() if r["n"]]
+            rows.append([f"c{concurrency}", name, _n(median), ", ".join(over) or "-"])
+    return table(["asked", "fastest of its kind", "tok/s median", "median ratio"], rows)
+
+
 def ratio(row: Data | None) -> str:
     """`1.352 (1.340 to 1.361), 10 of 10, p 0.002`."""
     if row is None or not row["n"]:
@@ -147,8 +163,11 @@ def markdown(report: Data) -> str:
     if failed:
         lines += ["", "## Failed checks", ""]
         lines += [f"- {c['id']}: observed {c['observed']}; expected {c['expected']}" for c in failed]
+    lines += ["", "## In short", "", *short(report["summary"])]
     for concurrency, part in report["summary"].items():
-        lines += ["", f"## c{concurrency}", "", *speed(part, bool(loops)), "", *latency(part)]
+        named = ", ".join(f"{title} is {arm}" for title, arm in part["references"].items() if title != arm)
+        lines += ["", f"## c{concurrency}", "", *([f"{named}.", ""] if named else []), *speed(part, bool(loops))]
+        lines += ["", *latency(part)]
     lines += ["", "## Output", "", OUTPUT.format(reference=setup["reference"]), ""]
     lines += [*equality(report["equality"], setup["near_tie"]), "", degenerate(report)]
     lines += ["", "## Split of a step", "", *timing(report["timing"]), "", "## Soak", "", *soak(report["soak"])]

@@ -252,6 +252,8 @@ def test_markdown_tells_what_was_found() -> None:
     assert "336.7" in tree and "1.333 (1.333 to 1.333), 9 of 10, p 0.021" in tree and "| 4.000 | 10.000 |" in tree
     assert "| ddtree:15 | c1 | 2 | 0 | 1 | 0.0625 | 1 |" in lines
     assert "| ddtree:15 | 1 | 9 | 2.000 | 0.100 |" in lines and "| dflash:16 | not reported | - | - | - |" in lines
+    assert "| c1 | dflash:8 | 252.5 | 1.250 over dflash:16, 2.500 over baseline |" in lines
+    assert "dflash best is dflash:8." in lines
     assert "1 of 2 prompts end in a loop" in text and "class-stack" in text
     tables = [line for line in lines if line.startswith("|")]
     for one, other in pairwise(lines):
