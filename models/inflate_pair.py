@@ -514,9 +514,9 @@ def inflate(args: argparse.Namespace) -> dict[str, Any]:
                     shutil.copyfile(file, folder / file.name)
             (folder / "config.json").write_text(json.dumps(side.new, indent=1) + "\n")
             tensors = list(side.all(old_places))
-            need_bytes = sum(t.count for t in tensors) * KINDS[args.dtype][2]
+            wanted = sum(t.count for t in [*made, *tensors]) * KINDS[args.dtype][2]
             free = shutil.disk_usage(parent).free
-            need(need_bytes < free, f"{parent}: {name} takes {need_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
+            need(wanted < free, f"{parent}: {wanted / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
             report[name] = {
                 "parameters": sum(t.count for t in tensors),
                 "bytes": lay_out(folder, tensors, args.dtype),

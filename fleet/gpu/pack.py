@@ -10,12 +10,13 @@ as it is now and is rebuilt in seconds. Every folder has unpack.py and the list 
     tests/gpu/run.sh DIR/series                   # there, whenever the series changed: unpack and run the tests
 
 Wheels come from the engine's lock, checked by hash; which of them travel and which files of them is said with reasons in
-fleet/gpu/<engine>.yml. Big archives are kept in .cache/gpu-pack by digest of their inputs. Needs xz.
+fleet/gpu/<engine>.yml. Archives are kept in .cache/gpu-pack by digest of their inputs. Needs xz.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import fnmatch
 import hashlib
 import io
@@ -27,7 +28,8 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -44,6 +46,7 @@ FORMAT = 1
 MIB = 1 << 20
 CACHE = engines.ROOT / ".cache" / "gpu-pack"
 HERE = Path(__file__).resolve().parent
+KEPT = 3  # archives of one name in the cache, those used last
 LEVEL = 6  # of xz: 62 MiB of engine in a minute of two cores; 1 makes 75 MiB in a quarter of the time
 
 
@@ -213,7 +216,9 @@ def archive(
         data = json.loads(listed.read_text())
         made = Archive(**(data | {"pieces": tuple(Piece(**piece) for piece in data["pieces"])}))
         if made.digest == digest and all((folder / piece.name).is_file() for piece in made.pieces):
+            os.utime(folder)
             return made
+        shutil.rmtree(folder)
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=CACHE) as scratch:
         out = Path(scratch) / "out"
@@ -225,11 +230,22 @@ def archive(
             _compress(spool, sink)
         made = Archive(name, place, digest, files, size, tuple(sink.pieces))
         (out / "archive.json").write_text(json.dumps(asdict(made), indent=1))
-        for old in CACHE.glob(f"{name}-*"):  # of other inputs: one of each name is kept
-            if len(old.name) == len(folder.name):
-                shutil.rmtree(old)
         out.rename(folder)
+    same = [old for old in CACHE.glob(f"{name}-*") if len(old.name) == len(folder.name)]
+    for old in sorted(same, key=lambda path: path.stat().st_mtime)[:-KEPT]:
+        shutil.rmtree(old)
     return made
+
+
+@contextmanager
+def own_cache() -> Iterator[None]:
+    """The cache for this process alone; what a killed one left unfinished goes."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / ".lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        for left in CACHE.glob(".*-*"):
+            shutil.rmtree(left)
+        yield
 
 
 def add_tree(tar: tarfile.TarFile, root: Path) -> tuple[int, int]:
@@ -428,7 +444,8 @@ def main(argv: list[str] | None = None) -> int:
     """The command line; see the top of this file."""
     args = _parser().parse_args(argv)
     try:
-        folders = pack(args)
+        with own_cache():
+            folders = pack(args)
     except (PackError, EngineError, LockError, lock.ToolError, series.SeriesError) as error:
         print(f"gpu-pack: {error}", file=sys.stderr)
         return 1

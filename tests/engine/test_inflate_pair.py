@@ -64,7 +64,7 @@ def answer(done: subprocess.CompletedProcess[str]) -> Any:
 
 def check(python: Path, repo: Path, source: Path, copy: Path) -> dict[str, Any]:
     texts = repo / "models/nano/prompts.jsonl"
-    argv = ["--texts", texts, "--prompts", "2", "--tokens", "16", "--bound", BOUND]
+    argv = ["--texts", texts, "--prompts", "1", "--tokens", "12", "--bound", BOUND]
     found: dict[str, Any] = answer(run(python, repo / "models/check_pair.py", source, copy, *argv))
     return found
 

@@ -156,9 +156,20 @@ def test_archives_are_made_once(tmp_path: Path) -> None:
     before = {f: f.stat().st_mtime_ns for f in pack.CACHE.rglob("*.xz.*")}
     packed(tmp_path / "out", {"sglang/new.py": "2\n"}, tmp_path / "src")
     after = {f: f.stat().st_mtime_ns for f in pack.CACHE.rglob("*.xz.*")}
-    same = {f for f in before if after.get(f) == before[f]}
-    assert {f.name.split(".")[0] for f in same} == {"engine", "pair-p"}
-    assert len([f for f in after if f.name.startswith("series")]) == 1, "an old series stayed in the cache"
+    assert {f: after.get(f) for f in before} == before
+    assert {f.name for f in after.keys() - before.keys()} == {"series.tar.xz.00"}
+    for number in range(3, 8):
+        packed(tmp_path / "out", {"sglang/new.py": f"{number}\n"}, tmp_path / "src")
+    kept = list(pack.CACHE.rglob("series.tar.xz.*"))
+    assert len(kept) == pack.KEPT, "old series stay in the cache for ever"
+
+
+def test_what_a_killed_run_left_is_cleared_and_the_rest_stays(tmp_path: Path) -> None:
+    packed(tmp_path / "out", {}, tmp_path / "src")
+    made = set(pack.CACHE.iterdir())
+    write(pack.CACHE / ".engine-x1", {"site/file": "half\n"})
+    with pack.own_cache():
+        assert {path for path in pack.CACHE.iterdir() if path.name != ".lock"} == made
 
 
 def test_the_same_tree_gives_the_same_bytes(tmp_path: Path) -> None:
