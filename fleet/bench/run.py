@@ -22,6 +22,7 @@ from fleet.bench.rounds import Ids, Measured, measure, schedule
 from fleet.bench.servers import EngineFailed, Server
 
 HOOKS = ROOT / "roles/smoke/files/hooks.yml"
+REPORTS = ("report.json", "report.md", "report.svg")
 FREE_LIMIT = 30.0  # seconds until the driver has taken the memory of ended processes back
 IDLE_SLACK = 256  # MiB
 
@@ -402,6 +403,8 @@ def run(settings: Settings, say: Say) -> dict[str, Any]:
 
     started, begin = datetime.now(UTC), time.monotonic()
     settings.out.mkdir(parents=True, exist_ok=True)
+    for name in REPORTS:  # whatever happens, an older report must not be taken for this one's
+        (settings.out / name).unlink(missing_ok=True)
     found = conduct(settings, say)
     result = report(settings, found, started, time.monotonic() - begin)
     if why := plot.draw(result["summary"], settings.title, settings.out / "report.svg"):
