@@ -25,6 +25,12 @@ HYBRID = {
     "norm_topk_prob": True, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "partial_rotary_factor": 0.25, "hidden_act": "silu", "dtype": "bfloat16", "eos_token_id": 0,
 }  # fmt: skip
+MAMBA = {
+    "architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "vocab_size": 1024, "hidden_size": 128,
+    "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1,
+    "max_position_embeddings": 4096, "dtype": "bfloat16", "eos_token_id": 0,
+}  # fmt: skip
 
 TREE: dict[str, Any] = {"speculative-algorithm": "DDTREE", "speculative-draft-model-path": str(NANO / "draft")}
 NO_RADIX = {"disable-radix-cache": True}
@@ -49,11 +55,29 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"speculative-ddtree-budget": 7},
         ["--speculative-ddtree-budget", "--speculative-algorithm DDTREE"],
     ),
-    "hybrid, no radix cache": (
-        {**TREE, **NO_RADIX, "model-path": "HYBRID"},
-        ["recurrent", "--speculative-ddtree-allow-hybrid-unsafe"],
+    "hybrid": ({**TREE, **NO_RADIX, "model-path": "HYBRID"}, []),
+    "hybrid, radix cache without its buffer": (
+        {**TREE, "model-path": "HYBRID"},
+        ["HYBRID", "linear_attention", "--mamba-scheduler-strategy extra_buffer", "--disable-radix-cache"],
     ),
-    "hybrid": ({**TREE, "model-path": "HYBRID"}, ["recurrent", "--speculative-ddtree-allow-hybrid-unsafe"]),
+    "hybrid, FlashInfer decodes": (
+        {**TREE, **NO_RADIX, "model-path": "HYBRID", "linear-attn-decode-backend": "flashinfer"},
+        ["HYBRID", "--linear-attn-decode-backend flashinfer", "Use --linear-attn-backend triton", "leak"],
+    ),
+    "hybrid, FlashInfer for all": (
+        {**TREE, **NO_RADIX, "model-path": "HYBRID", "linear-attn-backend": "flashinfer"},
+        ["--linear-attn-decode-backend flashinfer", "Use --linear-attn-backend triton"],
+    ),
+    "hybrid, another kind": (
+        {**TREE, **NO_RADIX, "model-path": "MAMBA"},
+        [
+            "MAMBA",
+            "FalconH1Config",
+            "no gated delta nets",
+            "--speculative-ddtree-shadow-linear",
+            "--speculative-ddtree-allow-hybrid-unsafe is for research",
+        ],
+    ),
     "good": (TREE, []),
     "good, all flags": (
         {**TREE, "speculative-ddtree-budget": 31, "speculative-ddtree-topk": 4, "speculative-ddtree-spine": 6},
@@ -76,20 +100,24 @@ print(json.dumps(said))
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hybrid target without weights: it has to be refused by its config alone."""
-    folder = tmp_path_factory.mktemp("hybrid")
-    (folder / "config.json").write_text(json.dumps(HYBRID))
-    return folder
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Hybrid targets without weights: they have to be refused by their config alone."""
+    folders = {}
+    for name, config in {"HYBRID": HYBRID, "MAMBA": MAMBA}.items():
+        folders[name] = tmp_path_factory.mktemp(name)
+        (folders[name] / "config.json").write_text(json.dumps(config))
+    return folders
 
 
 @pytest.fixture(scope="module")
-def said(engine_python: Path, hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+def said(
+    engine_python: Path, targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str | None]:
     """What the engine says to each case; one process, since its imports take seconds."""
     profile, env = launch.lay_out(tmp_path_factory.mktemp("release"))
     wanted = {}
     for name, (args, _) in CASES.items():
-        model = {"model-path": str(hybrid) if args.get("model-path") == "HYBRID" else str(NANO / "target")}
+        model = {"model-path": str(targets.get(args.get("model-path", ""), NANO / "target"))}
         wanted[name] = launch.flags({**profile, **args, **model})
     base = {
         "PATH": os.environ["PATH"],
@@ -115,9 +143,9 @@ def test_arguments(said: dict[str, str | None], case: str) -> None:
     assert answer.startswith("ValueError: ")
 
 
-def test_server_does_not_start(engine_python: Path, hybrid: Path, tmp_path: Path) -> None:
+def test_server_does_not_start(engine_python: Path, targets: dict[str, Path], tmp_path: Path) -> None:
     """The real door: the process ends by itself, and its last line is the reason."""
-    args = {**TREE, **NO_RADIX, "model-path": str(hybrid)}
+    args = {**TREE, **NO_RADIX, "model-path": str(targets["MAMBA"])}
     with (
         pytest.raises(launch.EngineFailed, match="engine ended with 1 before it was ready") as failure,
         launch.serve(engine_python, tmp_path, args, turn=False),
@@ -125,4 +153,4 @@ def test_server_does_not_start(engine_python: Path, hybrid: Path, tmp_path: Path
         pass
     last = [line for line in str(failure.value).splitlines() if line.strip()][-1]
     assert last.startswith("ValueError: DDTREE cannot verify trees on ")
-    assert str(hybrid) in last
+    assert str(targets["MAMBA"]) in last

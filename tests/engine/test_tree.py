@@ -12,7 +12,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("tree_checks.py")
 EXPECTED = {
     "best_sum": 200, "subsets": 200, "batch": 200, "spine": 200, "impossible": 1, "masks": 200, "walks": 200,
-    "shards": 200, "refusals": 7,
+    "links": 200, "shards": 200, "refusals": 7,
 }  # fmt: skip
 
 pytestmark = pytest.mark.engine

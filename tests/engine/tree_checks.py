@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ddtree_patches/common"))
-from ddtree_utils import PAD, DDTree, ancestor_mask, build_ddtree, merge_top_k, walk_tree
+from ddtree_utils import PAD, DDTree, ancestor_mask, build_ddtree, merge_top_k, tree_links, walk_tree
 
 Path_ = tuple[int, ...]
 CASES = 200
@@ -188,6 +188,26 @@ def walks() -> int:
     return CASES
 
 
+def links() -> int:
+    """First children and next siblings lead to every used slot once, always forward, and give the parents back."""
+    rng = random.Random(11)
+    for case in range(CASES):
+        log_probs, ids, budget = draw(rng, ties=case % 2 == 1)
+        tree = build_ddtree(log_probs, ids, budget)
+        child, sibling = tree_links(tree.parents)
+        assert child.dtype == sibling.dtype == torch.int32
+        for row in range(tree.parents.shape[0]):
+            found = [PAD] * (budget + 1)
+            for slot, (first, after) in enumerate(zip(child[row].tolist(), sibling[row].tolist(), strict=True)):
+                for to, parent in ((first, slot), (after, found[slot])):
+                    if to != PAD:
+                        assert to > slot
+                        assert found[to] == PAD
+                        found[to] = parent
+            assert found == tree.parents[row].tolist()
+    return CASES
+
+
 def shards() -> int:
     """A vocabulary in shards gives the same candidates as the whole one, ties included."""
     rng = random.Random(7)
@@ -228,7 +248,7 @@ def refusals() -> int:
     return len(wrong)
 
 
-CHECKS = (best_sum, subsets, batch, spine, impossible, masks, walks, shards, refusals)
+CHECKS = (best_sum, subsets, batch, spine, impossible, masks, walks, links, shards, refusals)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
