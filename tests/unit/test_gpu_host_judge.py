@@ -151,7 +151,9 @@ CPU = both(
 PYTHON = good()[1]["pythons"][0]
 NO_APT = host(platform={**good()[1]["platform"], "apt": False})
 NO_HEADERS = host(pythons=[{**PYTHON, "headers": False}])
-HYBRID = target(hybrid=True, model_type="qwen3_next")
+GDN = target(hybrid=True, model_type="qwen3_next")
+HYBRID = target(hybrid=True, model_type="nemotron_h")
+NO_RADIX = {"disable-radix-cache": True}
 UNSAFE = {"speculative-ddtree-allow-hybrid-unsafe": True}
 
 # rule, what is done to the good host, words that the message has to hold
@@ -257,7 +259,8 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     ("drafter-kind", drafter(architectures=["Qwen3ForCausalLM"]), ["Qwen3ForCausalLM", "DFlashDraftModel"]),
     ("drafter-foreign", drafter(vocab_size=7), ["vocabulary 7", "1024"]),
     ("drafter-foreign", drafter(num_target_layers=36), ["36", "4"]),
-    ("hybrid-tree", HYBRID, ["qwen3_next", "mode: dflash", "speculative-ddtree-allow-hybrid-unsafe"]),
+    ("hybrid-radix", GDN, ["mode ddtree", "disable-radix-cache", "extra_buffer"]),
+    ("hybrid-tree", HYBRID, ["nemotron_h", "mode: dflash", "speculative-ddtree-allow-hybrid-unsafe"]),
     ("hybrid-unsafe", both(HYBRID, inventory(defaults={**good()[0]["defaults"], "args": UNSAFE})), ["research"]),
     ("facts-stand-in", host(recorded={"machine": "an H200", "date": "2026-11-29"}), ["an H200"]),
     ("cpu-profile", CPU, ["cpu"]),
@@ -350,6 +353,18 @@ def test_the_same_port_on_another_address_is_free() -> None:
     wanted, facts = good()
     host(ports=[{**LISTENER, "address": "192.0.2.200"}])(wanted, facts)
     assert judge("ct200", wanted, facts)["ok"]
+
+
+@pytest.mark.parametrize("mode", ["dflash", "ddtree-shadow", "ddtree"])
+@pytest.mark.parametrize("args", [NO_RADIX, {"mamba-scheduler-strategy": "extra_buffer"}])
+def test_gated_delta_nets_draft_in_every_mode(mode: str, args: dict[str, Any]) -> None:
+    assert findings(both(GDN, lambda wanted, _: wanted["defaults"].update(mode=mode, args=args))) == []
+
+
+@pytest.mark.parametrize("mode", ["dflash", "ddtree-shadow"])
+def test_the_radix_cache_of_a_hybrid_target_is_asked_for_in_every_drafting_mode(mode: str) -> None:
+    found = findings(both(GDN, lambda wanted, _: wanted["defaults"].update(mode=mode)))
+    assert {finding["id"] for finding in found} == {"hybrid-radix"}
 
 
 @pytest.mark.parametrize("mode", ["baseline", "dflash"])
