@@ -91,13 +91,13 @@ def test_top_k_and_log_sum_exp(rows: int, vocab: int, k: int, dtype: torch.dtype
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize(("bs", "budget", "k", "spine"), SHAPES)
 def test_tree_is_the_reference_tree(bs: int, budget: int, k: int, spine: int, style: str) -> None:
-    for seed in range(8 if DEVICE == "cuda" else 1):
+    for seed in range(4 if DEVICE == "cuda" else 1):
         log_probs, ids = candidates(style, bs, DEPTH, k, 64, seed)
         spine_here = spine if style != "holes" else 0
         want = reference.build_ddtree(log_probs, ids, budget, spine=spine_here)
         inputs = log_probs.to(DEVICE), ids.to(DEVICE)
         with no_sync():
-            found = kernels.grow_tree(*inputs, budget, spine=spine_here, links=bool(seed % 2) or DEVICE == "cpu")
+            found = kernels.grow_tree(*inputs, budget, spine=spine_here, links=bool(bs % 2))
         same_tree(found, want)
         if DEVICE == "cuda":  # the reference itself, on the GPU
             there = reference.build_ddtree(*inputs, budget, spine=spine_here)
@@ -127,7 +127,7 @@ def test_mask_is_written_behind_every_prefix_and_nowhere_else(bs: int, budget: i
 def test_walk_is_the_reference_walk(bs: int, budget: int, k: int, spine: int, style: str) -> None:
     del spine
     accepted = 0
-    for seed in range(8 if DEVICE == "cuda" else 2):
+    for seed in range(4 if DEVICE == "cuda" else 2):
         log_probs, ids = candidates(style, bs, DEPTH, k, 64, seed)
         built = reference.build_ddtree(log_probs, ids, budget)
         said, chain = targets(built, 64, seed), ids[:, :, 0].contiguous()
