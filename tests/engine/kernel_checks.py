@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "ddtree_patches/common"), str(ROOT / "tests/gpu")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ddtree_patches/common"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/gpu"))
 import ddtree_kernels as kernels
 import random_trees
 from ddtree_utils import DDTree, ancestor_mask, build_ddtree, tree_links, walk_report
@@ -55,7 +55,9 @@ def check_trees() -> int:
             seen = ancestor_mask(wanted, depth)
             bits = (ancestors[:, :, None] >> torch.arange(budget + 1)) & 1 > 0
             assert torch.equal(bits, seen)
-            assert all(torch.equal(a.int(), b) for a, b in zip((child, sibling), tree_links(wanted.parents), strict=True))
+            assert all(
+                torch.equal(a.int(), b) for a, b in zip((child, sibling), tree_links(wanted.parents), strict=True)
+            )
             said = random_trees.targets(wanted, 64, seed=cases)
             chain = ids[:, :, 0].contiguous()
             report = walk_report(wanted, seen, said, chain)

@@ -374,13 +374,13 @@ def _ip(address: Any) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 @rule("budget-bad", BLOCK, "A tree needs at least one node beside its root.", needs_host=False)
 def budget_bad(case: Case) -> Iterator[Hit]:
-    """budget is a whole number from 1 up."""
+    """budget is a whole number from 1 up, or auto."""
     for at, instance in enumerate(case.instances):
-        if not _whole(instance.get("budget")) or instance["budget"] < 1:
+        if instance.get("budget") != "auto" and (not _whole(instance.get("budget")) or instance["budget"] < 1):
             yield Hit(
                 label(instance, at),
                 f"budget {_shown(instance.get('budget'))}",
-                "a whole number of 1 or more",
+                "a whole number of 1 or more, or auto",
                 f"Set budget: 15 for it in {case.where} or in gpu_units_defaults.",
             )
 

@@ -77,6 +77,9 @@ OWNED_FLAGS = {
     "speculative-ddtree-spine": "spine",
     "speculative-ddtree-shadow-linear": "mode",
 }
+AUTO_BUDGET = "auto"
+"""The engine chooses the budget from what a step costs and gives."""
+
 OWNED_ENV = {"CUDA_VISIBLE_DEVICES": "gpus", "CUDA_DEVICE_ORDER": "gpus"}
 
 # Everything that the engine compiles or unpacks stays in the release: a new one starts clean, an old one finds its own.
@@ -238,9 +241,12 @@ def _mode_problems(instance: Data, where: str, modes: Data, flags: Data) -> list
     needs = modes[mode]["needs"]
     for key, least in (("budget", 1), ("topk", 1), ("spine", 0)):
         value = instance[key]
+        if key == "budget" and value == AUTO_BUDGET:
+            continue
         if not _is_int(value) or value < least:
-            found.append(f"{where}: {key} is {value!r}, expected a whole number of at least {least}")
-    if not found and instance["spine"] > instance["budget"]:
+            auto = f" or {AUTO_BUDGET}" if key == "budget" else ""
+            found.append(f"{where}: {key} is {value!r}, expected a whole number of at least {least}{auto}")
+    if not found and instance["budget"] != AUTO_BUDGET and instance["spine"] > instance["budget"]:
         found.append(
             f"{where}: spine {instance['spine']} is above budget {instance['budget']}; it is a part of the budget"
         )
