@@ -185,6 +185,7 @@ def main() -> int:
             (have / archive["name"]).write_text(archive["digest"])
             for piece in archive["pieces"]:
                 (store / piece["name"]).unlink()
+    (folder / "caches").mkdir(exist_ok=True)
     for name, value in environment(manifest, folder).items():
         print(f"export {name}={shlex.quote(value)}")
     return 3 if lacking else 0
