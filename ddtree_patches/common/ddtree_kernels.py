@@ -188,7 +188,7 @@ def _grow_kernel(
     if LINKS:
         tl.store(first_child + out, child_of, mask=inside)
         tl.store(next_sibling + out, sibling_of, mask=inside)
-    tl.store(num_nodes + row, count.to(tl.int64))
+    tl.store(num_nodes + row, count)
 
 
 def grow_tree(

@@ -442,6 +442,8 @@ class DDTreeWorker(DFlashWorker):
         depth = self.max_depth
         commit_lens = self._emit(batch, rows)
         cut = [row[depth] + 1 - length for row, length in zip(rows, commit_lens, strict=True)]
+        if any(req.finished() for req in batch.reqs):
+            self._ahead = None  # the batch will not stay as it is
         if any(cut):  # a request has finished inside its path
             new_lengths = new_lengths - torch.tensor(cut, device=new_lengths.device)
         if self.hybrid:
