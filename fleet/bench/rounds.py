@@ -15,6 +15,14 @@ from fleet.bench.servers import Server
 Ids = list[int]
 
 
+class ArmFailed(Exception):
+    """An arm's server gave an error instead of an answer."""
+
+    def __init__(self, arm: str, reason: str) -> None:
+        super().__init__(f"{arm}: {reason}")
+        self.arm, self.reason = arm, reason
+
+
 @dataclass(frozen=True)
 class Turn:
     """One round of one concurrency. `kind` is warm (dropped), speed (answers at once) or latency (streams)."""
@@ -84,15 +92,17 @@ def settle(server: Server, concurrency: int) -> None:
 def run_turn(
     turn: Turn, servers: Mapping[str, Server], names: Sequence[str], chosen: Sequence[tuple[int, Ids]], new: int
 ) -> tuple[list[dict[str, Any]], dict[str, list[client.Answer]]]:
-    """Every arm of a round once; rows in the order they ran, and the answers by arm."""
+    """Every arm of a round once; rows in the order they ran, and the answers by arm. Raises ArmFailed."""
     rows, answers = [], {}
     for place, name in enumerate(names):
-        server = servers[name]
-        settle(server, turn.concurrency)
-        load = client.load(server.port, chosen, new, turn.concurrency, stream=turn.kind == "latency")
-        bad = next((answer.error for answer in load.answers if answer.error), None)
-        if bad is not None:
-            raise client.Refused(f"{name}: {bad}")
+        try:
+            settle(servers[name], turn.concurrency)
+            load = client.load(servers[name].port, chosen, new, turn.concurrency, stream=turn.kind == "latency")
+            bad = next((answer.error for answer in load.answers if answer.error), None)
+            if bad is not None:
+                raise client.Refused(bad)
+        except (client.Refused, OSError) as error:
+            raise ArmFailed(name, str(error) or type(error).__name__) from error
         rows.append(row(turn, name, place, load))
         answers[name] = load.answers
     return rows, answers
@@ -158,14 +168,10 @@ def measure(
             try:
                 rows, answers = run_turn(turn, servers, names, chosen, new)
                 break
-            except (client.Refused, OSError) as error:
-                broken = next((n for n in names if servers[n].process.poll() is not None), None)
-                broken = broken or next((n for n in names if str(error).startswith(f"{n}: ")), None)
-                if broken is None:
-                    raise
-                out.dropped[broken] = f"{error}; {servers[broken].reason()}"
-                say(f"{broken} failed and is dropped: {out.dropped[broken]}")
-                names = [name for name in names if name != broken]
+            except ArmFailed as error:
+                out.dropped[error.arm] = f"{error.reason}; {servers[error.arm].reason()}"
+                say(f"{error.arm} failed and is dropped: {out.dropped[error.arm]}")
+                names = [name for name in names if name != error.arm]
         else:
             break
         took[(turn.kind, turn.concurrency)] = time.monotonic() - begin

@@ -149,16 +149,24 @@ def conduct(settings: Settings, say: Say) -> Findings:
         "python": settings.python, "base": settings.base, "folder": settings.out / "servers", "wave": settings.wave, "say": say,
     }  # fmt: skip
     start_by = min(begin + settings.start_limit, end - 20)
-    with servers.resident(settings.arms, env=settings.env, deadline=start_by, **common) as everyone:
-        found.servers = everyone
-        found.memory["resident"] = servers.gpu_memory()
-        ready = {server.arm.name: server for server in everyone if server.error is None}
-        started = time.monotonic() - begin
-        if ready:
-            _with_servers(settings, found, ready, end - _reserve(settings, started), say)
+    try:
+        with servers.resident(settings.arms, env=settings.env, deadline=start_by, **common) as everyone:
+            found.servers = everyone
+            found.memory["resident"] = servers.gpu_memory()
+            ready = {server.arm.name: server for server in everyone if server.error is None}
+            started = time.monotonic() - begin
+            if ready:
+                _with_servers(settings, found, ready, end - _reserve(settings, started), say)
+    except (EngineFailed, client.Refused) as error:  # what was measured until then is worth its report
+        found.errors["servers"] = str(error)
+        say(str(error))
     _wait_for_memory(found)
     if settings.timing:
-        found.timing = _timing(settings, found, common, end, say)
+        found.timing = {}
+        try:
+            found.timing = _timing(settings, found, common, end, say)
+        except EngineFailed as error:
+            found.errors["servers"] = str(error)
         _wait_for_memory(found)
     return found
 
@@ -180,6 +188,9 @@ def _with_servers(settings: Settings, found: Findings, ready: Mapping[str, Serve
     answers = found.measured.texts
     numbers = list(range(len(found.tokens)))
     found.errors |= equality.complete(answers, left, found.tokens, numbers, settings.new, deadline + 5, say)
+    for name in left:
+        if (got := len(answers.of(name, 1))) < len(numbers):
+            found.notes.append(f"{name} was asked {got} of {len(numbers)} prompts alone, for lack of time")
     if reference is not None:
         likely = equality.Likely(reference, found.tokens)
         _compare(settings, found, left, likely)
@@ -291,6 +302,10 @@ def checks(settings: Settings, found: Findings) -> list[dict[str, Any]]:
         if name in found.hooks:
             bad = found.hooks[name]
             check(f"path.{name}", not bad, ", ".join(bad) or "as it has to be", "the log proves the mode")
+    trouble = found.errors.get("servers")
+    check(
+        "servers.whole", trouble is None, trouble or "all started or told why, and all ended", "no trouble with servers"
+    )
     count = sum(row["kind"] == "speed" for row in found.measured.rows)
     check("rounds.measured", count > 0, f"{count} arm rounds; ended with {found.measured.ended}", "at least one round")
     check("output.reference", bool(found.equality) or len(found.servers) == 1, f"{len(found.equality)} comparisons",

@@ -16,20 +16,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 ENGINE = Path(__file__).parent / "data/bench_engine"
-FAST = [
-    "--new",
-    "32",
-    "--concurrency",
-    "1,4",
-    "--rounds",
-    "3",
-    "--requests",
-    "4",
-    "--latency-rounds",
-    "1",
-    "--warm",
-    "1",
-]
+FAST = ["--new", "16", "--concurrency", "1,4", "--rounds", "3", "--requests", "4", "--latency-rounds", "1"]
 
 
 def command(out: Path, *words: str) -> list[str]:
@@ -71,7 +58,7 @@ def engines(out: Path) -> list[int]:
 
 def test_a_faster_arm_is_told(tmp_path: Path) -> None:
     arms = ["--arms", "baseline,ddtree:7", "--arm", "dflash:8=--fake-step 2", "--arm", "ddtree:15=--fake-step 4"]
-    report, said = bench(tmp_path / "out", *arms, "--timing", "--start-wave", "2")
+    report, said = bench(tmp_path / "out", *arms, "--timing", "--start-wave", "2", "--new", "32")
     one = report["summary"]["1"]
     assert one["references"] == {"dflash best": "dflash:8", "baseline": "baseline"}
     tree = one["arms"]["ddtree:15"]
@@ -102,7 +89,7 @@ def test_arms_take_turns_on_the_same_prompts(tmp_path: Path) -> None:
 
 
 def test_near_ties_pass_and_other_differences_fail(tmp_path: Path) -> None:
-    arm = ["--arms", "baseline,ddtree:7", "--arm", "ddtree:15=--fake-change 20"]
+    arm = ["--arms", "baseline,ddtree:7", "--arm", "ddtree:15=--fake-change 10"]
     report, _ = bench(tmp_path / "near", *arm)
     count = next(r["count"] for r in report["equality"] if r["arm"] == "ddtree:15" and r["concurrency"] == 1)
     assert (count["same"], count["near_ties"], count["different"]) == (0, 8, 0)
@@ -110,7 +97,7 @@ def test_near_ties_pass_and_other_differences_fail(tmp_path: Path) -> None:
     report, said = bench(tmp_path / "far", *arm, "--near-tie", "0.05", code=1)
     assert failed(report) == ["output.ddtree:15.c1", "output.ddtree:15.c4"]
     row = next(r["rows"][0] for r in report["equality"] if r["arm"] == "ddtree:15" and r["concurrency"] == 1)
-    assert (row["position"], row["gap"], row["observed"]) == (20, pytest.approx(0.1), row["expected"] + 1)
+    assert (row["position"], row["gap"], row["observed"]) == (10, pytest.approx(0.1), row["expected"] + 1)
     assert "FAILED output.ddtree:15.c1: observed 0 same" in said
 
 
@@ -139,6 +126,14 @@ def test_an_arm_that_dies_leaves_the_others(tmp_path: Path) -> None:
     assert engines(tmp_path) == []
 
 
+def test_an_arm_that_errs_leaves_the_others(tmp_path: Path) -> None:
+    report, said = bench(tmp_path / "out", "--arms", "baseline", "--arm", "ddtree:31=--fake-keep 3", code=1)
+    assert failed(report) == ["engine.ddtree:31"]
+    assert "ddtree:31 failed and is dropped: POST /flush_cache?timeout=30: 400" in said
+    assert report["summary"]["1"]["arms"]["baseline"]["tok_s"]["n"] == 3
+    assert report["summary"]["1"]["arms"]["ddtree:31"]["tok_s"]["n"] == 1
+
+
 def test_a_time_limit_keeps_whole_rounds(tmp_path: Path) -> None:
     words = [
         "--arms",
@@ -161,7 +156,7 @@ def test_a_time_limit_keeps_whole_rounds(tmp_path: Path) -> None:
 
 
 def test_soak_finds_a_leak_and_a_loop_is_told(tmp_path: Path) -> None:
-    soak = ["--soak", "ddtree:7", "--soak-seconds", "1", "--soak-concurrency", "4"]
+    soak = ["--new", "32", "--soak", "ddtree:7", "--soak-seconds", "1", "--soak-concurrency", "4"]
     report, _ = bench(tmp_path / "good", "--arms", "baseline,ddtree:7", *soak)
     assert report["soak"]["requests"] > 20 and report["soak"]["output"]["different"] == 0
     leak = ["--arms", "baseline", "--arm", "ddtree:7=--fake-leak --fake-loop", *soak, "--near-tie", "99"]
@@ -174,7 +169,7 @@ def test_soak_finds_a_leak_and_a_loop_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_whatever_ends_it_no_engine_is_left(tmp_path: Path, sign: signal.Signals) -> None:
-    words = command(tmp_path / "out", "--arms", "baseline,ddtree:7", "--rounds", "1000", "--engine-flags=--fake-ms 20")
+    words = command(tmp_path / "out", "--arms", "baseline,ddtree:7", "--rounds", "1000", "--engine-flags=--fake-ms 5")
     process = subprocess.Popen(words, cwd=REPO, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout
     for line in process.stdout:

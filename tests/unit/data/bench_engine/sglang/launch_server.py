@@ -20,8 +20,9 @@ parser.add_argument("--fake-loop", action="store_true")  # the same token over a
 parser.add_argument("--fake-refuse", action="store_true")  # does not start
 parser.add_argument("--fake-die", type=int)  # requests of more than 4 tokens until it dies
 parser.add_argument("--fake-leak", action="store_true")  # loses a token of its pool per answer
+parser.add_argument("--fake-keep", type=int)  # flushes until it can't flush any more
 args, _ = parser.parse_known_args()
-state = {"answers": 0, "used": 0}
+state = {"answers": 0, "used": 0, "flushes": 0}
 
 
 def log(text):
@@ -62,6 +63,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.path.startswith("/flush_cache"):
+            state["flushes"] += 1
+            if args.fake_keep is not None and state["flushes"] > args.fake_keep:
+                return self.send_error(400, "there are pending requests")
             return self.send({})
         prompt = body.get("input_ids") or list(body["text"].encode())
         new = body["sampling_params"]["max_new_tokens"]
