@@ -269,10 +269,12 @@ def _timing(
                 continue
             try:
                 _ask_for_timing(settings, found.tokens, server, settings.timing_at[0])
-                offset = server.log.stat().st_size  # what came before was warm-up
+                lines: list[str] = []
                 for concurrency in settings.timing_at:
+                    offset = server.log.stat().st_size  # what came before was warm-up, or another load
                     _ask_for_timing(settings, found.tokens, server, concurrency)
-                parts[name] = timing.parse(server.lines(offset))
+                    lines += timing.lines_of(server.lines(offset))
+                parts[name] = timing.parse(lines)
             except OSError as error:
                 found.notes.append(f"timing of {name}: {error}")
     return parts

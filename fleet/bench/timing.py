@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The split of a step, as the engine prints it when SGLANG_DDTREE_TIMING=1.
 
-A line holds means over the steps since the line before it, for one batch size:
-`DDTREE timing steps=200 draft_ms=1.93 build_ms=0.11 verify_ms=3.02 commit_ms=0.08 host_ms=0.20 batch=1`
+A line holds means over the steps since the line before it; `batch` is a mean as well:
+`DDTREE timing steps=200 draft_ms=1.93 build_ms=0.11 verify_ms=3.02 commit_ms=0.08 host_ms=0.20 batch=1.00`
 """
 
 from __future__ import annotations
@@ -13,23 +13,30 @@ from typing import Any
 
 LINE = re.compile(r"DDTREE timing (?P<fields>.*)")
 FIELD = re.compile(r"(\w+)=(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)")
-ENV = {"SGLANG_DDTREE_TIMING": "1"}
+# Short intervals, so that few lines mix one load with the next.
+ENV = {"SGLANG_DDTREE_TIMING": "1", "SGLANG_DDTREE_METRICS_INTERVAL": "25"}
+
+
+def lines_of(log: Iterable[str]) -> list[str]:
+    """The timing lines of one load: the first also counts what came before it, so it is left out where there are more."""
+    found = [line for line in log if LINE.search(line) and "server_args=" not in line]
+    return found[1:] or found
 
 
 def parse(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """Means by batch size, weighted with steps: [{batch, steps, draft_ms, ..}]; empty if the engine reports nothing."""
+    """Means by (rounded) batch size, weighted with steps: [{batch, steps, draft_ms, ..}]; empty if the engine reports nothing."""
     sums: dict[int, dict[str, float]] = {}
     seen: dict[int, dict[str, int]] = {}
     steps_of: dict[int, int] = {}
     for line in lines:
         match = LINE.search(line)
-        if match is None or "server_args=" in line:
+        if match is None:
             continue
         fields = dict(FIELD.findall(match["fields"]))
         steps = int(float(fields.get("steps", 0)))
         if steps <= 0:
             continue
-        batch = int(float(fields.get("batch", 1)))
+        batch = round(float(fields.get("batch", 1)))
         steps_of[batch] = steps_of.get(batch, 0) + steps
         for name, value in fields.items():
             if name.endswith("_ms"):

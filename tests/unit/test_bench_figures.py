@@ -113,13 +113,14 @@ def test_log_probabilities_are_those_of_the_answer() -> None:
 def test_timing_lines_are_weighted_with_steps() -> None:
     lines = [
         "[23:00:00] DDTREE timing steps=100 draft_ms=2.0 build_ms=0.10 verify_ms=3.0 commit_ms=0.05 host_ms=0.2 batch=1",
-        "DDTREE timing steps=300 draft_ms=1.0 build_ms=0.10 verify_ms=3.0 commit_ms=0.05 host_ms=1e-1 batch=1",
-        "DDTREE timing steps=10 draft_ms=4.0 batch=8",
+        "DDTREE timing steps=300 draft_ms=1.0 build_ms=0.10 verify_ms=3.0 commit_ms=0.05 host_ms=1e-1 batch=1.00",
+        "DDTREE timing steps=10 draft_ms=4.0 batch=7.90",
         "DDTREE timing steps=0 draft_ms=9.0 batch=8",
         "DDTREE metrics steps=100 requests=100",
         "server_args=DDTREE timing steps=1 draft_ms=9 batch=1",
     ]
-    one, eight = timing.parse(lines)
+    assert timing.lines_of(lines) == lines[1:4] and timing.lines_of(lines[:1]) == lines[:1]
+    one, eight = timing.parse(lines[:5])
     assert one == {
         "batch": 1, "steps": 400, "draft_ms": 1.25, "build_ms": pytest.approx(0.1), "verify_ms": pytest.approx(3),
         "commit_ms": pytest.approx(0.05), "host_ms": pytest.approx(0.125),
