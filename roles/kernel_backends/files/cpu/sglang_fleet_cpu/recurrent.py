@@ -32,6 +32,8 @@ GPU_BRANCHES = (
     "sglang.srt.models.qwen3_next",
 )
 """Modules that ask `is_cpu()`; their source is compiled with the answer False."""
+CHUNK = 64
+"""Tokens of a chunk of prefill, as the engine's kernel and its radix cache count them."""
 
 
 def chunk_gated_delta_rule(
@@ -46,7 +48,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     head_first: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-) -> tuple[Tensor, None, None]:
+) -> tuple[Tensor, None, Tensor]:
     """Prefill, token after token.
 
     Args:
@@ -57,7 +59,8 @@ def chunk_gated_delta_rule(
         cu_seqlens: starts and end of the packed sequences.
 
     Returns:
-        output like `v`; no last states (they are in the pool) and no states between.
+        output like `v`; no last states (they are in the pool); `[1, chunks, value heads, value dim, dim]`, the state before
+        every chunk of 64 tokens of each sequence, from which the radix cache takes its own.
     """
     if head_first or q.shape[0] != 1 or initial_state is None or initial_state_indices is None or cu_seqlens is None:
         raise NotImplementedError("the twin of chunk_gated_delta_rule takes packed sequences with a pool of states")
@@ -69,16 +72,17 @@ def chunk_gated_delta_rule(
     keys = keys.repeat_interleave(groups, 1)
     decay, strength = g[0].float().exp(), beta[0].float()
     out = torch.empty_like(v)
-    ends = cu_seqlens.tolist()
-    for row, first, end in zip(initial_state_indices.tolist(), ends, ends[1:], strict=False):
-        if row < 0:
-            continue
-        state = initial_state[row].float()
+    before = []
+    for row, (first, end) in zip(initial_state_indices.tolist(), pairwise(cu_seqlens.tolist()), strict=True):
+        state = initial_state[row].float() if row >= 0 else torch.zeros(initial_state.shape[1:])
         for at in range(first, end):
+            if (at - first) % CHUNK == 0:
+                before.append(state)
             state, o = _step(state, queries[at], keys[at], values[at], decay[at], strength[at])
             out[0, at] = o.to(out.dtype)
-        initial_state[row] = state.to(initial_state.dtype)
-    return out, None, None
+        if row >= 0:
+            initial_state[row] = state.to(initial_state.dtype)
+    return out, None, torch.stack(before)[None]
 
 
 def _parents(next_token: list[int], next_sibling: list[int]) -> list[int]:
@@ -450,6 +454,26 @@ def _pool_on_cpu() -> None:
     memory_pool._cpu_has_amx_support = False
 
 
+def _radix_cache() -> None:
+    """States in the radix cache are refused off the GPU, because of the kernels that are replaced here.
+
+    Without speculation it stays so: decoding pins memory for them, which takes a device.
+    """
+    from sglang.srt import server_args
+
+    upstream: Callable[..., None] = server_args.ServerArgs._handle_mamba_radix_cache
+
+    def handle(self: Any, *args: Any, **kwargs: Any) -> None:
+        real = server_args.is_musa
+        server_args.is_musa = lambda: self.speculative_algorithm is not None
+        try:
+            upstream(self, *args, **kwargs)
+        finally:
+            server_args.is_musa = real
+
+    server_args.ServerArgs._handle_mamba_radix_cache = handle
+
+
 def _change_early(module: ModuleType) -> None:
     """For a module that the parser of the arguments has imported: its new names also where others took the old ones."""
     before = dict(vars(module))
@@ -478,3 +502,4 @@ def install(*, interpreted: bool) -> None:
         _change_early(sys.modules[name])
     sys.meta_path.insert(0, _Finder())
     _pool_on_cpu()
+    _radix_cache()
