@@ -13,10 +13,6 @@ from tests.engine.launch import EngineFailed
 
 SAMPLED = [{"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.95, "min_p": 0.02}]
 REFUSED: dict[str, dict[str, Any]] = {
-    "frequency_penalty": {"sampling_params": {"frequency_penalty": 0.5}},
-    "presence_penalty": {"sampling_params": {"presence_penalty": 0.5}},
-    "repetition_penalty": {"sampling_params": {"repetition_penalty": 1.2}},
-    "min_new_tokens": {"sampling_params": {"min_new_tokens": 4}},
     "return_logprob": {"return_logprob": True},
     "grammar": {"sampling_params": {"regex": "[a-z]+"}},
 }

@@ -100,6 +100,8 @@ def check_ddtree_args(args: ServerArgs) -> None:
                 "these flags need --speculative-algorithm DDTREE."
             )
         return
+    if isinstance(args.speculative_ddtree_budget, str):
+        args.speculative_ddtree_budget = _budget(args.speculative_ddtree_budget)
     if args.speculative_ddtree_budget == AUTO:
         args.speculative_ddtree_auto_budget = True
         args.speculative_ddtree_budget = PRESETS[-1]  # what memory is sized for
@@ -118,13 +120,13 @@ def check_ddtree_args(args: ServerArgs) -> None:
             f"DDTREE does not support --disaggregation-mode {args.disaggregation_mode}: the drafter's state "
             "does not travel with a request. Leave it out."
         )
+    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        if getattr(args, name) != 1.0:
+            raise ValueError(
+                f"DDTREE does not support --{name.replace('_', '-')} {getattr(args, name)}: drafts are verified "
+                "exactly. Leave it out."
+            )
     if not args.speculative_ddtree_shadow_linear:
-        for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
-            if getattr(args, name) != 1.0:
-                raise ValueError(
-                    f"DDTREE does not support --{name.replace('_', '-')} {getattr(args, name)}: trees are verified "
-                    "exactly. Leave it out."
-                )
         check_hybrid_args(args)
     # A second pass over resolved arguments starts from the block size again.
     if args.speculative_dflash_block_size is not None and args.speculative_num_draft_tokens == verify_width(args):
@@ -168,35 +170,14 @@ def verify_width(args: ServerArgs) -> int:
     return tree if args.speculative_ddtree_linear == "off" else max(tree, int(args.speculative_dflash_block_size))
 
 
-def validate_ddtree_request(req: Req, args: ServerArgs) -> Optional[str]:
-    """The reason why a request cannot be verified on a tree, or None.
-
-    What depends on the tokens before it changes from slot to slot of a tree;
-    applying one state to all slots would change the output.
-    """
-    if args.speculative_ddtree_shadow_linear:
-        return None
-    params = req.sampling_params
-    refused = [
-        name
-        for name, neutral in (
-            ("frequency_penalty", 0.0),
-            ("presence_penalty", 0.0),
-            ("repetition_penalty", 1.0),
-            ("min_new_tokens", 0),
-        )
-        if getattr(params, name) != neutral
-    ]
-    if req.custom_logit_processor is not None:
-        refused.append("custom_logit_processor")
+def validate_ddtree_request(req: Req) -> Optional[str]:
+    """The reason why a request cannot be served, or None; DFLASH's own refusals come before."""
     if req.return_hidden_states:
-        return "DDTREE speculative decoding does not support return_hidden_states: they feed the drafter."
-    if not refused:
-        return None
-    return (
-        f"DDTREE speculative decoding does not support {', '.join(refused)} yet: "
-        "its effect differs between the branches of a draft tree."
-    )
+        return (
+            "DDTREE speculative decoding does not support return_hidden_states: the target's hidden states are the "
+            "drafter's features here, and of other layers. Leave it out."
+        )
+    return None
 
 
 def _check_page_size(args: ServerArgs) -> None:
@@ -212,6 +193,11 @@ def _check_linear(args: ServerArgs) -> None:
     above = args.speculative_ddtree_linear_above
     if args.speculative_ddtree_linear is None:
         args.speculative_ddtree_linear = "auto" if above is None else "on"
+    if args.speculative_ddtree_shadow_linear and args.speculative_ddtree_linear != "auto":
+        raise ValueError(
+            f"--speculative-ddtree-linear {args.speculative_ddtree_linear} given with "
+            "--speculative-ddtree-shadow-linear, which verifies every batch linearly. Drop one of the two."
+        )
     if args.speculative_ddtree_linear == "on":
         if above is None or above < 0:
             raise ValueError(
@@ -226,8 +212,19 @@ def _check_linear(args: ServerArgs) -> None:
 
 
 def _budget(text: str) -> Union[int, str]:
-    """`auto` or a number; argparse says what was wrong."""
-    return text if text == AUTO else int(text)
+    """`auto` or a number.
+
+    Raises:
+        argparse.ArgumentTypeError: argparse puts the flag's name before it.
+    """
+    if text == AUTO:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of nodes, or {AUTO} for one of {', '.join(map(str, PRESETS))}, got {text!r}"
+        ) from None
 
 
 def _default(args: ServerArgs, name: str, default: int, *, least: int) -> None:

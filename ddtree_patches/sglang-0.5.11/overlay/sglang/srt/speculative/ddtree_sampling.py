@@ -22,7 +22,7 @@ def target_tokens(
     """Choose at each slot.
 
     Args:
-        logits: ``[bs * q, vocab]``; a logit bias is added in place.
+        logits: ``[bs * q, vocab]``, as `adjust_logits` leaves them.
         positions: int64 ``[bs * q]``.
         info: the batch's sampling parameters, or None for greedy.
         sampler: the target's, whose backend draws.
@@ -30,8 +30,6 @@ def target_tokens(
     Returns:
         int64 ``[bs, q]``.
     """
-    if info is not None and info.logit_bias is not None:
-        logits.add_(torch.repeat_interleave(info.logit_bias, q, dim=0))
     if info is None or info.is_all_greedy:
         return torch.argmax(logits, dim=-1).view(-1, q)
 

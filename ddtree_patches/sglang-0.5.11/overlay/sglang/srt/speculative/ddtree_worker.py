@@ -29,6 +29,7 @@ from sglang.srt.speculative.ddtree_args import PRESETS, TREE_ATTENTION_BACKENDS
 from sglang.srt.speculative.ddtree_graph import GraphedStep, Shape, VerifyRunner
 from sglang.srt.speculative.ddtree_hybrid import LEAK_MARK, check_target, states_fork, track_indices, track_slots
 from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput, flat_mask
+from sglang.srt.speculative.ddtree_logits import adjust_logits
 from sglang.srt.speculative.ddtree_metrics import DDTreeMetrics, StepClock, metrics_interval
 from sglang.srt.speculative.ddtree_policy import LINEAR, VerifyPolicy
 from sglang.srt.speculative.ddtree_sampling import target_tokens
@@ -260,7 +261,8 @@ class DDTreeWorker(DFlashWorker):
 
         def choose(logits: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
             info = batch.sampling_info
-            if info is None or (info.is_all_greedy and info.logit_bias is None):
+            adjust_logits(logits, batch.reqs, info, graphs.planted(shape, bs).tree, self.max_depth)
+            if info is None or info.is_all_greedy:
                 torch.argmax(logits, dim=-1, out=out)
             else:
                 out.copy_(target_tokens(logits, positions, info, shape.q, self.model_runner.sampler).flatten())
@@ -302,6 +304,7 @@ class DDTreeWorker(DFlashWorker):
         slots = alloc_token_slots(batch.tree_cache, bs * shape.q)
         output, can_run_cuda_graph = self._verify(batch, shape, planted, slots)
         info = batch.sampling_info
+        adjust_logits(output.next_token_logits, batch.reqs, info, planted.tree, self.max_depth)
         targets = target_tokens(
             output.next_token_logits, planted.positions.flatten(), info, shape.q, self.model_runner.sampler
         )
