@@ -23,11 +23,14 @@ PAIR = HERE.parents[1] / "models/nano-hybrid"
 PROMPTS = HERE.parents[1] / "models/nano/prompts.jsonl"
 CHOSEN = (2, 4, 5, 6)
 NEW = 24
-ARMS = {"tree-7": (7, 8), "tree-15": (15, 8)}
+ARMS = {"dflash": (15, 1), "tree-7": (7, 8), "tree-15": (15, 8)}
+MARK = 128  # where radix modes keep a state of these prompts; most pass it while they decode
+RADIX = {"disable-radix-cache": False, "mamba-scheduler-strategy": "extra_buffer", "mamba-track-interval": 64}
 # Linear verification is on by default, so that budget 7 verifies 8 slots with buffers for 16.
 MODES: dict[str, dict[str, Any]] = {
     "baseline": {},
-    "tree-7": {"speculative-ddtree-budget": 7},
+    "dflash": RADIX | {"speculative-algorithm": "DFLASH"},
+    "tree-7": RADIX | {"speculative-ddtree-budget": 7},
     "tree-15": {"speculative-ddtree-budget": 15},
     "leak-15": {"speculative-ddtree-budget": 15, "speculative-ddtree-allow-hybrid-unsafe": True},
 }
@@ -38,6 +41,7 @@ ENV = {"SGLANG_MAMBA_CONV_DTYPE": "float32", "SGLANG_DDTREE_METRICS_INTERVAL": "
 class Answers:
     alone: list[dict[str, Any]]
     batch: list[dict[str, Any]]
+    again: list[dict[str, Any]]
     log: str
 
     def texts(self, how: str) -> list[list[int]]:
@@ -68,14 +72,29 @@ def served(
 
 
 def _answers(mode: str, python: Path, walk: cases.Walk, work: Path) -> Answers:
-    """Every prompt alone, then all at once."""
-    args: dict[str, Any] = {"model-path": PAIR / "target", "disable-radix-cache": True, **MODES[mode]}
+    """All prompts at once; in radix modes again just behind the mark; each alone."""
+    args: dict[str, Any] = {"model-path": PAIR / "target", "disable-radix-cache": True}
     if mode != "baseline":
         args |= {"speculative-algorithm": "DDTREE", "speculative-draft-model-path": PAIR / "draft"}
+    args |= MODES[mode]
     bodies = [cases.body(ids, ignore_eos=True, max_new_tokens=NEW) for ids in walk.prompts]
     with launch.serve(python, work, args, env=ENV) as engine:
-        alone = cases.ask(engine, bodies, together=1)
-        return Answers(alone, cases.ask(engine, bodies, together=len(bodies)), engine.log())
+        batch = cases.ask(engine, bodies, together=len(bodies))
+        again = []
+        if "mamba-track-interval" in args:
+            longer = [cases.body(ids, ignore_eos=True, max_new_tokens=NEW - done) for ids, done, _ in _behind(walk)]
+            again = cases.ask(engine, longer, together=2)
+        return Answers(cases.ask(engine, bodies, together=1), batch, again, engine.log())
+
+
+def _behind(walk: cases.Walk) -> list[tuple[list[int], int, list[int]]]:
+    """Prompts that pass the mark while they decode, with their answer as far as two tokens behind it, and its rest."""
+    found = []
+    for ids, text in zip(walk.prompts, walk.greedy, strict=True):
+        done = MARK + 2 - len(ids)
+        if 2 < done < NEW:
+            found.append((ids + text[:done], done, text[done:]))
+    return found
 
 
 def test_baseline_writes_the_models_text(baseline: Answers, walk: cases.Walk) -> None:
@@ -100,8 +119,23 @@ def test_tree_is_exact_and_leak_is_not(
     assert steps == walk.steps(mode)
 
 
+def test_radix_cache_keeps_the_state_at_the_mark(served: tuple[str, Answers], walk: cases.Walk) -> None:
+    """The batch changes while requests pass the mark; what was kept there is still the state that the text has led to."""
+    mode, answers = served
+    if MODES[mode].get("disable-radix-cache", True):
+        assert answers.again == []
+        return
+    expected = [rest for _, _, rest in _behind(walk)]
+    assert len(expected) >= 3
+    assert [answer["output_ids"] for answer in answers.again] == expected
+    assert {answer["meta_info"]["cached_tokens"] for answer in answers.again} == {MARK}
+
+
 def test_log_says_what_is_planned_and_what_leaks(served: tuple[str, Answers]) -> None:
     mode, answers = served
+    if mode == "dflash":
+        assert "DDTREE" not in "".join(line for line in answers.log.splitlines() if "server_args=" not in line)
+        return
     metrics = [line for line in answers.log.splitlines() if "DDTREE metrics" in line]
     assert len(metrics) > 3
     leaking = mode.startswith("leak")
