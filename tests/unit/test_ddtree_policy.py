@@ -56,9 +56,20 @@ def test_off_never_verifies_linearly(policy: ModuleType) -> None:
     assert chosen.choose(16) == "tree-15"
 
 
+def look(policy: ModuleType, chosen: Any, drafts: int = 2, chain: int = 2, within: tuple[int, ...] = ()) -> None:
+    """What a server does first: its widest tree, then a chain."""
+    for turn in range(policy.ENOUGH + (policy.PROBE if chosen.linear and chosen.above is None else 0)):
+        shape = chosen.choose(1)
+        assert shape == (chosen.widest if turn < policy.ENOUGH else "linear")
+        chosen.saw(
+            shape, *(([chain], [chain], []) if shape == "linear" else ([drafts], [chain], [list(within) or [drafts]]))
+        )
+
+
 def test_equal_costs_take_the_tree_and_dear_trees_the_chain(policy: ModuleType) -> None:
     chosen = make(policy, {"tree-15": STEEP, "linear": FLAT})
-    assert chosen.choose(1) == "tree-15"  # the prior: a tree gives more tokens
+    look(policy, chosen, drafts=3)
+    assert chosen.choose(1) == "tree-15"  # 4 tokens against 3 for the same time
     assert chosen.choose(16) == "linear"  # 20 ms against 8
 
 
@@ -72,15 +83,34 @@ def test_cost_is_a_line_between_measured_sizes_and_grows_behind_them(policy: Mod
 def test_what_was_seen_replaces_the_prior(policy: ModuleType) -> None:
     lines: list[str] = []
     chosen = make(policy, {"tree-15": {1: 5.5, 8: 6.4}, "linear": {1: 5.0, 8: 6.0}}, log=lines.append)
-    assert chosen.choose(1) == "tree-15"
-    for _ in range(policy.ENOUGH):
-        chosen.saw("tree-15", [2], [2], [[2]])  # a tree that never leaves the chain: no gain for 10 % more cost
+    look(policy, chosen)  # a tree that never leaves the chain: no gain for 10 % more cost
     assert chosen.tokens("tree-15") == chosen.tokens("linear") == 3.0
     assert chosen.choose(1) == "linear"
-    assert lines[0].startswith("batch=1 verify=tree-15 ")
-    assert lines[-1].startswith("batch=1 verify=linear ")
-    assert "tree-15=3.000tokens/5.500ms" in lines[-1]
-    assert "linear=3.000tokens/5.000ms" in lines[-1]
+    assert lines == ["batch=1 verify=linear tree-15=3.000tokens/5.500ms linear=3.000tokens/5.000ms"]
+
+
+def test_a_steps_own_time_replaces_what_was_measured_at_start(policy: ModuleType) -> None:
+    """The start was disturbed: the tree looked dear."""
+    chosen = make(policy, {"tree-15": {1: 9.0}, "linear": {1: 5.0}})
+    look(policy, chosen, drafts=3)
+    assert chosen.choose(1) == "linear"
+    for _ in range(8):
+        chosen.took("tree-15", 1, 5.1)
+    assert chosen.cost("tree-15", 1) == pytest.approx(5.1)
+    for _ in range(policy.ENOUGH):
+        chosen.saw("linear", [2], [2], [])
+    assert chosen.choose(1) == "tree-15"
+
+
+def test_a_small_advantage_changes_nothing(policy: ModuleType) -> None:
+    chosen = make(policy, {"tree-15": {1: 5.0}, "linear": {1: 5.0}})
+    look(policy, chosen, drafts=3)
+    assert chosen.choose(1) == "tree-15"
+    for _ in range(8):
+        chosen.took("tree-15", 1, 6.7)  # 4 / 6.7 against 3 / 5: 0.5 % worse
+    for _ in range(policy.ENOUGH):
+        chosen.saw("linear", [2], [2], [])
+    assert chosen.choose(1) == "tree-15"
 
 
 def test_too_few_requests_change_nothing(policy: ModuleType) -> None:
@@ -96,23 +126,20 @@ COSTS = {"tree-7": {1: 5.0}, "tree-15": {1: 5.2}, "tree-31": {1: 8.0}, "linear":
 
 def test_auto_looks_at_the_widest_tree_first_and_takes_the_best_one(policy: ModuleType) -> None:
     chosen = make(policy, COSTS, BUDGETS)
-    for _ in range(policy.ENOUGH):
-        assert chosen.choose(1) == "tree-31"
-        chosen.saw("tree-31", [4], [2], [[2, 3, 4]])
+    look(policy, chosen, drafts=4, within=(2, 3, 4))
     # 3/5.0, 4/5.2, 5/8.0, 3/5.0 tokens a millisecond
     assert chosen.choose(1) == "tree-15"
 
 
 def test_auto_looks_again_after_a_while(policy: ModuleType) -> None:
     chosen = make(policy, COSTS, BUDGETS)
-    for _ in range(policy.ENOUGH):
-        chosen.saw("tree-31", [4], [2], [[2, 3, 4]])
-    seen = [chosen.choose(1)]
+    look(policy, chosen, drafts=4, within=(2, 3, 4))
+    seen = []
     for _ in range(policy.REFRESH):
-        chosen.saw(chosen.choose(1), [3], [2], [[2, 3]])
         seen.append(chosen.choose(1))
-    assert seen[0] == "tree-15"
-    assert seen.count("tree-31") == policy.ENOUGH
+        chosen.saw(seen[-1], [3], [2], [[2, 3, 4]] if seen[-1] == "tree-31" else [[2, 3]])
+    assert seen[0] == chosen.choose(1) == "tree-15"
+    assert (seen.count("tree-31"), seen.count("linear")) == (policy.ENOUGH, policy.PROBE)
 
 
 def test_a_smaller_tree_teaches_nothing_about_a_wider_one(policy: ModuleType) -> None:

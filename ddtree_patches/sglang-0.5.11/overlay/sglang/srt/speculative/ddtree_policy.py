@@ -20,8 +20,17 @@ CHAIN_PRIOR = 3.0
 ENOUGH = 64
 """Verified requests of a kind before their mean counts."""
 
-REFRESH = 1024
-"""Verified requests after which the widest tree is looked at again, for `ENOUGH` requests."""
+REFRESH = 2048
+"""Verified requests between two looks at what is not chosen: the widest tree for `ENOUGH` requests, then a chain for `PROBE`."""
+
+PROBE = 32
+"""Requests that are verified linearly then."""
+
+_MARGIN = 1.02
+"""By so much another choice has to be better than the present one."""
+
+_TIMED = 8
+"""Steps of a shape and batch size before their own time counts."""
 
 _KEEP = 4096
 """Verified requests that a mean remembers: older ones fade."""
@@ -30,13 +39,14 @@ _KEEP = 4096
 class _Mean:
     """A mean that forgets slowly."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: int = _KEEP) -> None:
+        self.keep = keep
         self.total = 0.0
         self.count = 0.0
         self.seen = 0
 
     def add(self, value: float) -> None:
-        if self.count >= _KEEP:
+        if self.count >= self.keep:
             self.total *= 0.5
             self.count *= 0.5
         self.total += value
@@ -55,8 +65,8 @@ class VerifyPolicy:
         budgets: tree shapes by name, with their budgets; empty where nothing verifies trees.
         linear: whether batches may be verified linearly.
         above: with a number, every batch above it is verified linearly and none below; None chooses by cost.
-        costs: milliseconds of a step by shape and batch size, measured at start; without any, trees are always
-            taken, the widest one.
+        costs: milliseconds of a step by shape and batch size, measured at start; `took` corrects them. Without
+            any, trees are always taken, the widest one.
         log: takes a line whenever a choice changes.
     """
 
@@ -76,6 +86,7 @@ class VerifyPolicy:
         self.costs = {name: dict(sorted(points.items())) for name, points in (costs or {}).items()}
         self._log = log
         self._means: Dict[str, _Mean] = {name: _Mean() for name in (*self.budgets, LINEAR)}
+        self._timed: Dict[Tuple[str, int], _Mean] = {}
         self._choices: Dict[int, str] = {}
         self._since = 0
 
@@ -90,12 +101,18 @@ class VerifyPolicy:
             return self.widest
         if not self.costs:
             return self.widest
+        at = self._since % REFRESH
+        if at < ENOUGH:
+            return self.widest  # what a wider tree would give is only seen on a wider tree
+        if at < ENOUGH + PROBE and self.linear and self.above is None:
+            return LINEAR  # what a chain would take is only seen on a chain
         if batch not in self._choices:
             self._decide(batch)
-        choice = self._choices[batch]
-        if choice not in (LINEAR, self.widest) and self._since % REFRESH < ENOUGH:
-            return self.widest  # what a wider tree would give is only seen on a wider tree
-        return choice
+        return self._choices[batch]
+
+    def took(self, shape: str, batch: int, milliseconds: float) -> None:
+        """Learn from a step's time, host included."""
+        self._timed.setdefault((shape, batch), _Mean(keep=64)).add(milliseconds)
 
     def saw(self, shape: str, accepted: Sequence[int], along_chain: Sequence[int], within: Sequence[Sequence[int]]) -> None:
         """Learn from a verified batch.
@@ -129,7 +146,10 @@ class VerifyPolicy:
         return mean.value if mean.seen >= ENOUGH else base * TREE_PRIOR
 
     def cost(self, shape: str, batch: int) -> float:
-        """Milliseconds of a step; between measured batch sizes a straight line."""
+        """Milliseconds of a step: its own time where that is known, else as measured at start, a line between sizes."""
+        timed = self._timed.get((shape, batch))
+        if timed is not None and timed.seen >= _TIMED:
+            return timed.value
         points = self.costs[shape]
         sizes = list(points)
         at = bisect_left(sizes, batch)
@@ -144,8 +164,11 @@ class VerifyPolicy:
     def _decide(self, batch: int) -> None:
         names = [*self.budgets, *([LINEAR] if self.linear and self.above is None else [])]
         known = {name: (self.tokens(name), self.cost(name, batch)) for name in names}
-        choice = max(names, key=lambda name: known[name][0] / known[name][1])
-        if self._choices.get(batch) != choice:
+        rate = {name: tokens / cost for name, (tokens, cost) in known.items()}
+        choice, present = max(rate, key=lambda name: rate[name]), self._choices.get(batch)
+        if present is not None and rate[choice] < _MARGIN * rate[present]:
+            return
+        if choice != present:
             self._log(f"batch={batch} verify={choice} {_table(known)}")
         self._choices[batch] = choice
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, Dict, Iterator, List, Optional, Tuple
@@ -93,6 +94,7 @@ class DDTreeWorker(DFlashWorker):
         self.graphs = self._make_graphs()
         self.policy = self._make_policy()
         self._ahead: Optional[Tuple[List[Any], Shape]] = None
+        self._read_at = 0.0
 
     # -- start
 
@@ -250,7 +252,8 @@ class DDTreeWorker(DFlashWorker):
     ) -> GenerationBatchResult:
         graphs, bs = self.graphs, batch.batch_size()
         ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead[1] is not shape or not _same(ahead[0], batch.reqs):
+        drafted = ahead is not None and ahead[1] is shape and _same(ahead[0], batch.reqs)
+        if not drafted:
             graphs.load(batch.seq_lens, draft_input.verified_id, batch.req_pool_indices)
             slots, before = alloc_token_slots(batch.tree_cache, bs * self.block_size, backup_state=True)
             batch.token_to_kv_pool_allocator.restore_state(before)
@@ -270,6 +273,9 @@ class DDTreeWorker(DFlashWorker):
         ordered, order = graphs.verify(shape, bs, slots, choose, self._mark)
         self._draft_ahead(batch, shape)
         rows = graphs.accepted()
+        before, self._read_at = self._read_at, time.perf_counter()
+        if drafted and get_tp_group().world_size == 1:  # ranks have to agree: theirs stay with what was measured at start
+            self.policy.took(shape.name, bs, (self._read_at - before) * 1000)
         new_lengths, verified_ids = graphs.state[:, :bs].clone()
         return self._close(batch, draft_input, shape, rows, ordered, order, new_lengths, verified_ids, True)
 
