@@ -144,7 +144,7 @@ def conduct(settings: Settings, say: Say) -> Findings:
     begin = time.monotonic()
     found = Findings()
     end = begin + settings.limit if settings.limit else float("inf")
-    found.memory["before"] = servers.gpu_memory()
+    found.memory["before"] = servers.gpu_memory(settings.env)
     common: dict[str, Any] = {
         "python": settings.python, "base": settings.base, "folder": settings.out / "servers", "wave": settings.wave, "say": say,
     }  # fmt: skip
@@ -152,7 +152,7 @@ def conduct(settings: Settings, say: Say) -> Findings:
     try:
         with servers.resident(settings.arms, env=settings.env, deadline=start_by, **common) as everyone:
             found.servers = everyone
-            found.memory["resident"] = servers.gpu_memory()
+            found.memory["resident"] = servers.gpu_memory(settings.env)
             ready = {server.arm.name: server for server in everyone if server.error is None}
             started = time.monotonic() - begin
             if ready:
@@ -160,14 +160,14 @@ def conduct(settings: Settings, say: Say) -> Findings:
     except (EngineFailed, client.Refused) as error:  # what was measured until then is worth its report
         found.errors["servers"] = str(error)
         say(str(error))
-    _wait_for_memory(found)
+    _wait_for_memory(settings, found)
     if settings.timing:
         found.timing = {}
         try:
             found.timing = _timing(settings, found, common, end, say)
         except EngineFailed as error:
             found.errors["servers"] = str(error)
-        _wait_for_memory(found)
+        _wait_for_memory(settings, found)
     return found
 
 
@@ -237,11 +237,11 @@ def _soak(settings: Settings, found: Findings, left: Mapping[str, Server], likel
         found.errors[f"soak {name}"] = f"{error}; {left[name].reason()}"
 
 
-def _wait_for_memory(found: Findings) -> None:
+def _wait_for_memory(settings: Settings, found: Findings) -> None:
     """Note the GPU memory once it is back, or what is left of it."""
     before, deadline = found.memory["before"], time.monotonic() + FREE_LIMIT
     while True:
-        now = servers.gpu_memory()
+        now = servers.gpu_memory(settings.env)
         found.memory["after"] = now
         back = before is None or now is None or all(n <= b + IDLE_SLACK for n, b in zip(now, before, strict=True))
         if back or time.monotonic() > deadline:

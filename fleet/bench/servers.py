@@ -220,11 +220,13 @@ def release_signals(held: Mapping[int, Any]) -> None:
         signal.signal(sign, handler)
 
 
-def gpu_memory() -> list[int] | None:
-    """Used MiB of every GPU, None without nvidia-smi."""
+def gpu_memory(env: Mapping[str, str] | None = None) -> list[int] | None:
+    """Used MiB of the GPUs that servers with this environment see (others may be busy), None without nvidia-smi."""
+    visible = (env or {}).get("CUDA_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES")
+    only = ["-i", visible] if visible else []
     try:
         done = subprocess.run(
-            ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
+            ["nvidia-smi", *only, "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             timeout=30,
