@@ -50,6 +50,65 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {**TREE, "speculative-accept-threshold-single": 0.5},
         ["--speculative-accept-threshold-single 0.5", "exactly"],
     ),
+    "lossy acceptance in shadow mode": (
+        {**TREE, "speculative-ddtree-shadow-linear": True, "speculative-accept-threshold-acc": 0.5},
+        ["--speculative-accept-threshold-acc 0.5", "exactly"],
+    ),
+    "deterministic": ({**TREE, "enable-deterministic-inference": True}, ["--enable-deterministic-inference", "Drop"]),
+    "LoRA": (
+        {**TREE, "enable-lora": True, "max-lora-rank": 4, "lora-target-modules": "q_proj"},
+        ["DDTREE does not support --enable-lora", "Merge the adapter"],
+    ),
+    "LoRA by path": (
+        {**TREE, "lora-paths": "some=/srv/adapter"},
+        ["DDTREE does not support --lora-paths", "without speculation"],
+    ),
+    "data parallel attention": ({**TREE, "tp-size": 2, "dp-size": 2, "enable-dp-attention": True}, ["DFLASH", "dp attention"]),
+    "pipeline": ({**TREE, "pp-size": 2}, ["pp_size == 1"]),
+    "budget in words": (
+        {**TREE, "speculative-ddtree-budget": "many"},
+        ["--speculative-ddtree-budget", "a number of nodes, or auto for one of 7, 15, 22, 31", "got 'many'"],
+    ),
+    "budget with a fraction": (
+        {**TREE, "speculative-ddtree-budget": "7.5"},
+        ["--speculative-ddtree-budget", "a number of nodes, or auto", "got '7.5'"],
+    ),
+    "negative budget": (
+        {**TREE, "speculative-ddtree-budget": -3},
+        ["--speculative-ddtree-budget", "at least 1", "got -3"],
+    ),
+    "linear on, no batch size": (
+        {**TREE, "speculative-ddtree-linear": "on"},
+        ["--speculative-ddtree-linear on needs --speculative-ddtree-linear-above N", "got None"],
+    ),
+    "linear above a negative batch": (
+        {**TREE, "speculative-ddtree-linear-above": -1},
+        ["--speculative-ddtree-linear-above N", "got -1"],
+    ),
+    "linear off, with a batch size": (
+        {**TREE, "speculative-ddtree-linear": "off", "speculative-ddtree-linear-above": 4},
+        ["--speculative-ddtree-linear-above 4 needs --speculative-ddtree-linear on", "got off"],
+    ),
+    "linear by cost, with a batch size": (
+        {**TREE, "speculative-ddtree-linear": "auto", "speculative-ddtree-linear-above": 4},
+        ["--speculative-ddtree-linear-above 4 needs --speculative-ddtree-linear on", "got auto"],
+    ),
+    "linear sometimes": (
+        {**TREE, "speculative-ddtree-linear": "sometimes"},
+        ["--speculative-ddtree-linear", "invalid choice: 'sometimes'", "auto", "on", "off"],
+    ),
+    "linear off in shadow mode": (
+        {**TREE, "speculative-ddtree-shadow-linear": True, "speculative-ddtree-linear": "off"},
+        ["--speculative-ddtree-linear off", "--speculative-ddtree-shadow-linear", "Drop one"],
+    ),
+    "linear without algorithm": (
+        {"speculative-ddtree-linear-above": 4},
+        ["--speculative-ddtree-linear-above", "--speculative-algorithm DDTREE"],
+    ),
+    "draft window below the block": (
+        {**TREE, "speculative-dflash-draft-window-size": 8},
+        ["--speculative-dflash-draft-window-size must be >=", "window_size=8", "block_size=16"],
+    ),
     "no drafter": ({"speculative-algorithm": "DDTREE"}, ["--speculative-draft-model-path"]),
     "flag without algorithm": (
         {"speculative-ddtree-budget": 7},
@@ -79,6 +138,11 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
     "good": (TREE, []),
+    "good, budget auto": ({**TREE, "speculative-ddtree-budget": "auto"}, []),
+    "good, linear above 0": ({**TREE, "speculative-ddtree-linear-above": 0}, []),
+    "good, linear off": ({**TREE, "speculative-ddtree-linear": "off"}, []),
+    "good, shadow": ({**TREE, "speculative-ddtree-shadow-linear": True}, []),
+    "good, draft window": ({**TREE, "speculative-dflash-draft-window-size": 16}, []),
     "good, all flags": (
         {**TREE, "speculative-ddtree-budget": 31, "speculative-ddtree-topk": 4, "speculative-ddtree-spine": 6},
         [],
@@ -86,13 +150,17 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 SCRIPT = """
-import json, sys
+import contextlib, io, json, sys
 from sglang.srt.server_args import prepare_server_args
 said = {}
 for name, words in json.load(sys.stdin).items():
+    usage = io.StringIO()
     try:
-        prepare_server_args(words)
+        with contextlib.redirect_stderr(usage):
+            prepare_server_args(words)
         said[name] = None
+    except SystemExit:
+        said[name] = usage.getvalue().splitlines()[-1]  # argparse: PROGRAM: error: argument FLAG: ..
     except Exception as error:
         said[name] = f"{type(error).__name__}: {error}"
 print(json.dumps(said))
@@ -140,7 +208,7 @@ def test_arguments(said: dict[str, str | None], case: str) -> None:
         return
     assert answer is not None, "was taken"
     assert [word for word in words if word not in answer] == [], answer
-    assert answer.startswith("ValueError: ")
+    assert answer.startswith("ValueError: ") or ": error: argument --" in answer
 
 
 def test_server_does_not_start(engine_python: Path, targets: dict[str, Path], tmp_path: Path) -> None:

@@ -115,6 +115,12 @@ def check_ddtree_args(args: ServerArgs) -> None:
             "DDTREE does not support --enable-deterministic-inference: the verify batch is wider "
             "than the kernels' fixed split. Drop one of the two."
         )
+    if args.enable_lora or args.lora_paths:
+        raise ValueError(
+            f"DDTREE does not support {'--lora-paths' if args.lora_paths else '--enable-lora'}: the drafter reads the "
+            "features of the target without an adapter, and the engine runs adapters with NGRAM speculation only. "
+            "Merge the adapter into the target, or serve it without speculation."
+        )
     if args.disaggregation_mode != "null":
         raise ValueError(
             f"DDTREE does not support --disaggregation-mode {args.disaggregation_mode}: the drafter's state "
