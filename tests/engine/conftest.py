@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine import cases, engine_venv
+from tests.engine import abilities, cases, engine_venv
 from tests.engine.launch import Engine, serve
 
 HERE = Path(__file__).parent
@@ -32,19 +32,23 @@ DEPTH = 15  # drafted positions of the pair
 
 @dataclass(frozen=True)
 class Mode:
-    """What is served. `hooks` is the mode's name for operators, `arm` its name in the offline walk."""
+    """What is served. `hooks` is the mode's name for operators, `arm` its name in the offline walk.
+
+    `by_size`: larger batches are verified in another way, so that only single requests take the walk's steps.
+    """
 
     name: str
     hooks: str
     arm: str | None
     args: dict[str, Any] = field(default_factory=dict)
+    by_size: bool = False
 
     @property
     def tree(self) -> bool:
         return self.hooks == "ddtree"
 
 
-def _tree(budget: int, topk: int = 8) -> dict[str, Any]:
+def _tree(budget: int | str, topk: int = 8) -> dict[str, Any]:
     return {"speculative-algorithm": "DDTREE", "speculative-ddtree-budget": budget, "speculative-ddtree-topk": topk}
 
 
@@ -57,7 +61,13 @@ MODES = [
     Mode("ddtree-7", "ddtree", "tree-7", _tree(7)),
     Mode("ddtree-15", "ddtree", "tree-15", _tree(15)),
     Mode("ddtree-31", "ddtree", "tree-31", _tree(31)),
+    # without CUDA graphs nothing is measured, and the widest tree is taken
+    Mode("ddtree-auto", "ddtree", "tree-31", _tree("auto")),
+    Mode("ddtree-by-size", "ddtree", "tree-7", _tree(7) | {"speculative-ddtree-linear-above": 2}, by_size=True),
 ]
+# Both have to be asked for; torch.compile has nothing to speed up here and takes 15 s.
+ASKED = {"enable-custom-logit-processor": True, "enable-return-hidden-states": True}
+ENV = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -110,6 +120,7 @@ class Served:
     mode: Mode
     engine: Engine
     walk: cases.Walk
+    processors: dict[str, str]
 
     @cached_property
     def alone(self) -> list[dict[str, Any]]:
@@ -131,6 +142,11 @@ class Served:
     @cached_property
     def mixed(self) -> list[dict[str, Any]]:
         return cases.ask(self.engine, cases.mixed(self.walk))
+
+    @cached_property
+    def asked(self) -> list[dict[str, Any]]:
+        """Requests that change the logits, and plain ones between them."""
+        return cases.ask(self.engine, [body for _, body in abilities.asking(self.walk, self.processors)])
 
     def load(self) -> dict[str, Any]:
         return dict(self.engine.get("/v1/loads?include=core")["loads"][0])
@@ -163,6 +179,7 @@ class Book:
             self.seconds[served.mode.name] = served.engine.start_seconds
             self.answers[served.mode.name] = {
                 "alone": served.alone, "batch": served.batch, "endings": served.endings, "mixed": served.mixed,
+                "asked": served.asked,
             }  # fmt: skip
 
 
@@ -212,27 +229,35 @@ def start(engine_python: Path, target: Path, offline: Offline, tmp_path_factory:
     """Start a mode: `with start(mode) as engine`."""
 
     def run(mode: Mode) -> Any:
-        args = {"model-path": target, "max-running-requests": 32, **mode.args}
+        args = {"model-path": target, "max-running-requests": 32, **ASKED, **mode.args}
         if mode.arm:
             args["speculative-draft-model-path"] = NANO / "draft"
-        return serve(engine_python, tmp_path_factory.mktemp(mode.name), args)
+        return serve(engine_python, tmp_path_factory.mktemp(mode.name), args, env=ENV)
 
     return run
 
 
+@pytest.fixture(scope="session")
+def processors(engine_python: Path) -> dict[str, str]:
+    """Custom logit processors as a client sends them, by class name."""
+    done = subprocess.run([engine_python, HERE / "logit_processors.py"], capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout))
+
+
 @pytest.fixture(scope="package", params=MODES, ids=lambda mode: mode.name)
 def served(
-    request: pytest.FixtureRequest, start: Any, book: Book, offline: Offline, record_testsuite_property: Any
-) -> Iterator[Served]:
+    request: pytest.FixtureRequest, start: Any, book: Book, offline: Offline, processors: dict[str, str],
+    record_testsuite_property: Any,
+) -> Iterator[Served]:  # fmt: skip
     """Every mode in turn. What it is compared with is asked first, in its own server where that is another mode."""
     wanted: Mode = request.param
     needed = {"baseline"} | ({"dflash"} if wanted.arm == "chain" else set())
     for mode in MODES:
         if mode.name in needed - {wanted.name} - set(book.answers):
             with start(mode) as engine:
-                book.take(Served(mode, engine, cases.Walk(**offline.answer)))
+                book.take(Served(mode, engine, cases.Walk(**offline.answer), processors))
     with start(wanted) as engine:
-        served = Served(wanted, engine, cases.Walk(**offline.answer))
+        served = Served(wanted, engine, cases.Walk(**offline.answer), processors)
         book.take(served)
         record_testsuite_property(f"start-seconds-{wanted.name}", round(engine.start_seconds, 1))
         yield served

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import urllib.request
 from pathlib import Path
@@ -43,12 +44,33 @@ def test_steps_are_the_offline_walks(served: Served, how: str) -> None:
         assert all("spec_verify_ct" not in answer["meta_info"] for answer in answers)
         return
     expected = served.walk.steps(served.mode.arm)
+    if served.mode.by_size and how == "batch":
+        # neither all trees nor all chains: the last requests of a batch are few enough for trees
+        assert sum(expected) < sum(_steps(answers)) < sum(served.walk.steps("chain"))
+        expected = _steps(answers)
     assert _steps(answers) == expected
     for answer, steps in zip(answers, expected, strict=True):
         meta = answer["meta_info"]
         # prefill gives one token, every step its accepted drafts and one more
         assert meta["spec_accepted_drafts"] == meta["completion_tokens"] - 1 - steps
         assert meta["spec_accept_length"] == pytest.approx(meta["completion_tokens"] / steps)
+
+
+@pytest.mark.modes("ddtree-by-size")
+def test_large_batches_are_verified_linearly(served: Served) -> None:
+    """The metrics say so; `batch` above has shown the answers."""
+    assert served.batch
+    lines = re.findall(r"DDTREE metrics steps=\d+ requests=(\d+) .* linear=(\d+)", served.engine.log())
+    requests, linear = map(int, lines[-1])
+    assert len(lines) > 2
+    assert requests // 4 < linear < requests, "not a mixture of both"
+
+
+@pytest.mark.modes("ddtree-auto")
+def test_auto_has_room_for_the_widest_tree(served: Served) -> None:
+    """What it chooses by is measured on a GPU; here it takes the widest preset, and steps are that tree's."""
+    assert "Initialized DDTREE draft runner. budget=31," in served.engine.log()
+    assert "DDTREE policy nothing measured without graphs, verify=tree-31" in served.engine.log()
 
 
 @pytest.mark.modes("ddtree-7", "ddtree-15", "ddtree-31")

@@ -63,7 +63,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {**TREE, "lora-paths": "some=/srv/adapter"},
         ["DDTREE does not support --lora-paths", "without speculation"],
     ),
-    "data parallel attention": ({**TREE, "tp-size": 2, "dp-size": 2, "enable-dp-attention": True}, ["DFLASH", "dp attention"]),
+    "data parallel attention": (
+        {**TREE, "tp-size": 2, "dp-size": 2, "enable-dp-attention": True},
+        ["DFLASH", "dp attention"],
+    ),
     "pipeline": ({**TREE, "pp-size": 2}, ["pp_size == 1"]),
     "budget in words": (
         {**TREE, "speculative-ddtree-budget": "many"},

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that share a batch, and requests that a tree cannot serve exactly."""
+"""Requests that share a batch, requests that are streamed or ask for several answers, and requests that are refused."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import urllib.request
 from typing import Any
 
 import pytest
@@ -15,6 +18,8 @@ SAMPLED = [{"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 40, "top_p"
 REFUSED: dict[str, dict[str, Any]] = {
     "return_logprob": {"return_logprob": True},
     "grammar": {"sampling_params": {"regex": "[a-z]+"}},
+    "grammar_json": {"sampling_params": {"json_schema": '{"type": "object"}'}},
+    "return_hidden_states": {"return_hidden_states": True},
 }
 
 
@@ -33,7 +38,37 @@ def test_greedy_beside_sampled(served: Served) -> None:
     assert any(a["output_ids"] != g for a, g in zip(answers[1::2], served.walk.greedy[:8], strict=True))
 
 
+@pytest.mark.modes("ddtree-15", "ddtree-by-size")
+def test_streamed(served: Served) -> None:
+    """Pieces of a stream are what one answer would be, a step's tokens at a time, also behind a stop string's end."""
+    ids, greedy, pieces = (column[2] for column in (served.walk.prompts, served.walk.greedy, served.walk.pieces))
+    request = urllib.request.Request(
+        served.engine.url + "/generate",
+        json.dumps(cases.body(ids, ignore_eos=True) | {"stream": True}).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        messages = [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]
+    counts = [message["meta_info"]["completion_tokens"] for message in messages]
+    assert counts == sorted(counts)
+    assert max(b - a for a, b in itertools.pairwise(counts)) > 1, "no step gave several tokens"
+    for message, count in zip(messages, counts, strict=True):
+        assert message["output_ids"] == greedy[:count]
+        assert "".join(pieces).startswith(message["text"])
+    assert counts[-1] == cases.NEW
+
+
 @pytest.mark.modes("ddtree-15")
+def test_several_answers_to_one_prompt(served: Served) -> None:
+    """Greedy ones are equal; sampled ones are drawn apart (how they are distributed: test_sampling.py)."""
+    ids = served.walk.prompts[1]
+    greedy = served.engine.generate(**cases.body(ids, ignore_eos=True, n=3))
+    assert [answer["output_ids"] for answer in greedy] == [served.walk.greedy[1]] * 3
+    drawn = served.engine.generate(**cases.body(ids, ignore_eos=True, n=4, temperature=1.0))
+    assert len({tuple(answer["output_ids"]) for answer in drawn}) == 4
+
+
+@pytest.mark.modes("ddtree-15", "ddtree-shadow")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_tree_cannot_serve_is_refused(served: Served, name: str) -> None:
     """One clear answer for this request; the next one is served."""
