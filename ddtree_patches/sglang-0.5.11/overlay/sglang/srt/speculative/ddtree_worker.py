@@ -168,6 +168,8 @@ class DDTreeWorker(DFlashWorker):
             log=lambda line: logger.info("DDTREE policy %s", line) if self.tp_rank == 0 else None,
         )
         if self.tp_rank == 0:
+            if len(competing) > 1 and not costs:
+                logger.info("DDTREE policy nothing measured without graphs, verify=%s", policy.choose(1))
             for name, points in costs.items():
                 line = " ".join(f"{bs}:{cost:.3f}" for bs, cost in points.items())
                 logger.info("DDTREE step cost in ms by batch size, shape %s: %s", name, line)
