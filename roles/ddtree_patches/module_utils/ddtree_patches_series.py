@@ -313,6 +313,13 @@ def drop_bytecode(site: Path, paths: Mapping[str, Any]) -> None:
 IMPORTER = """
 import importlib, json, os, sys, traceback
 wanted, failed = json.load(sys.stdin), {}
+try:  # as the engine does first of all: a profile's plugin may decide what its modules are
+    from sglang.srt.plugins import load_plugins
+except ModuleNotFoundError as e:
+    if not "sglang.srt.plugins".startswith(e.name or "?"):
+        raise
+else:
+    load_plugins()
 for name, path in wanted.items():
     try:
         found = importlib.import_module(name).__file__
