@@ -85,23 +85,24 @@ def _penalize(rows: torch.Tensor, req: Req, paths: torch.Tensor, depths: torch.T
     # One column more takes what is no token.
     paths = torch.where(paths < 0, vocab, paths)
     spent = torch.tensor(req.output_ids, dtype=torch.int64, device=device)[None]
+    seen = torch.zeros((q, vocab + 1), dtype=torch.bool, device=device)
+    seen.scatter_(1, spent.expand(q, -1), True)
+    seen.scatter_(1, paths, True)
+    seen = seen[:, :vocab]
+    added = torch.zeros((q, vocab), dtype=torch.float32, device=device)
     if params.frequency_penalty:
         # Summed up token by token: the engine's own rounding.
         counted = torch.zeros((1, vocab + 1), dtype=torch.float32, device=device)
         counted.scatter_add_(1, spent, torch.full_like(spent, params.frequency_penalty, dtype=torch.float32))
         counted = counted.repeat(q, 1)
         counted.scatter_add_(1, paths, torch.full_like(paths, params.frequency_penalty, dtype=torch.float32))
-        rows.sub_(counted[:, :vocab])
-    if params.presence_penalty or params.repetition_penalty != 1.0:
-        seen = torch.zeros((q, vocab + 1), dtype=torch.bool, device=device)
-        seen.scatter_(1, spent.expand(q, -1), True)
-        seen.scatter_(1, paths, True)
-        seen = seen[:, :vocab]
-        if params.presence_penalty:
-            rows.sub_(seen * params.presence_penalty)
-        if params.repetition_penalty != 1.0:
-            scaled = torch.where(rows < 0, rows * params.repetition_penalty, rows / params.repetition_penalty)
-            rows.copy_(torch.where(seen, scaled, rows))
+        added.sub_(counted[:, :vocab])
+    if params.presence_penalty:
+        added.sub_(seen * params.presence_penalty)
+    rows.add_(added)
+    if params.repetition_penalty != 1.0:
+        scaled = torch.where(rows < 0, rows * params.repetition_penalty, rows / params.repetition_penalty)
+        rows.copy_(torch.where(seen, scaled, rows))
     if params.min_new_tokens > len(req.output_ids):
         early = depths + len(req.output_ids) < params.min_new_tokens
         stops = torch.tensor(_stop_tokens(req), dtype=torch.int64, device=device)
