@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -14,6 +13,7 @@ from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.model_executor.cuda_graph_runner import freeze_gc
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.ddtree_kernels import write_mask
+from sglang.srt.speculative.ddtree_shapes import Shape, VerifyRunner, attention_backend
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -50,30 +50,6 @@ class GraphPool:
             ):
                 results = function()
         return graph, results
-
-
-@dataclass
-class VerifyRunner:
-    """What runs the target over ``q`` slots per request: its attention backend and CUDA graphs are sized by q."""
-
-    q: int
-    attn_backend: Any
-    graph_runner: Any = None
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One way to verify: trees of `budget` nodes, or the greedy chain (budget 0)."""
-
-    name: str
-    budget: int
-    runner: VerifyRunner
-    budgets: Tuple[int, ...] = ()
-    """Smaller trees whose accepted paths are counted too."""
-
-    @property
-    def q(self) -> int:
-        return self.runner.q
 
 
 class GraphedStep:
@@ -200,7 +176,7 @@ class GraphedStep:
             seq_lens_cpu=on_host,
         )
         if planted is not None:
-            backend = self.step.worker.verify_backend(runner.attn_backend)
+            backend = attention_backend(self.step.worker.server_args, runner.attn_backend)
             write_mask(planted.ancestors, self.state[0, :bs], backend.cuda_graph_custom_mask)
 
     def _model_output(self, runner: VerifyRunner, bs: int) -> Any:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
@@ -23,17 +22,17 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.mem_cache.common import alloc_token_slots
-from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.ddtree_args import PRESETS, TREE_ATTENTION_BACKENDS
-from sglang.srt.speculative.ddtree_graph import GraphedStep, Shape, VerifyRunner
+from sglang.srt.speculative.ddtree_args import TREE_ATTENTION_BACKENDS
+from sglang.srt.speculative.ddtree_graph import GraphedStep
 from sglang.srt.speculative.ddtree_hybrid import LEAK_MARK, check_target, states_fork, track_indices, track_slots
 from sglang.srt.speculative.ddtree_info import DDTreeVerifyInput, flat_mask
 from sglang.srt.speculative.ddtree_logits import adjust_logits
 from sglang.srt.speculative.ddtree_metrics import DDTreeMetrics, StepClock, metrics_interval
 from sglang.srt.speculative.ddtree_policy import LINEAR, VerifyPolicy
 from sglang.srt.speculative.ddtree_sampling import target_tokens
+from sglang.srt.speculative.ddtree_shapes import Shape, as_wide_as, attention_backend, make_shapes
 from sglang.srt.speculative.ddtree_step import DeviceStep, Planted, check_same_trees
 from sglang.srt.speculative.dflash_info import DFlashDraftInput
 from sglang.srt.speculative.dflash_utils import resolve_dflash_verify_mask_policy
@@ -90,7 +89,7 @@ class DDTreeWorker(DFlashWorker):
                     "DDTREE shadow-linear mode is enabled. Trees are built and measured, verification is linear."
                 )
         self.step = DeviceStep(self)
-        self.shapes = self._make_shapes()
+        self.shapes = make_shapes(self.model_runner, server_args)
         self.graphs = self._make_graphs()
         self.policy = self._make_policy()
         self._ahead: Optional[Tuple[List[Any], Shape]] = None
@@ -99,7 +98,7 @@ class DDTreeWorker(DFlashWorker):
     # -- start
 
     def _refuse_what_cannot_verify_trees(self) -> None:
-        backend = self.verify_backend(self.model_runner.attn_backend)
+        backend = attention_backend(self.server_args, self.model_runner.attn_backend)
         allowed = [_TREE_BACKEND_CLASSES[name] for name in TREE_ATTENTION_BACKENDS]
         if type(backend).__name__ not in allowed:
             raise ValueError(
@@ -113,36 +112,6 @@ class DDTreeWorker(DFlashWorker):
                 "is counted in slots, and tree slots are not positions. Use --speculative-algorithm DFLASH."
             )
         check_target(self.model_runner, self.server_args)
-
-    def verify_backend(self, backend: Any) -> Any:
-        """The backend of the attention layers: HybridAttnBackend verifies with one of its halves, a hybrid model's
-        backend holds the attention one inside."""
-        half = "decode_backend" if self.server_args.speculative_attention_mode == "decode" else "prefill_backend"
-        while inner := getattr(backend, "full_attn_backend", None) or getattr(backend, half, None):
-            backend = inner
-        return backend
-
-    def _make_shapes(self) -> Dict[str, Shape]:
-        """The ways to verify in this server. A tree and a chain of one width share a runner."""
-        runner = self.model_runner
-        first = int(self.server_args.speculative_num_draft_tokens)
-        runners = {first: VerifyRunner(first, runner.attn_backend, runner.graph_runner)}
-
-        def shape(name: str, budget: int, q: int, budgets: Tuple[int, ...] = ()) -> Shape:
-            if q not in runners:
-                runners[q] = self._make_runner(q)
-            return Shape(name, budget, runners[q], budgets)
-
-        if self.shadow_linear:
-            return {LINEAR: shape(LINEAR, 0, self.block_size)}
-        budgets = PRESETS if self.server_args.speculative_ddtree_auto_budget else (self.budget,)
-        shapes = {}
-        for i, budget in enumerate(budgets):
-            name = f"tree-{budget}"
-            shapes[name] = shape(name, budget, budget + 1, budgets[: i + 1] if len(budgets) > 1 else ())
-        if self.server_args.speculative_ddtree_linear != "off":
-            shapes[LINEAR] = shape(LINEAR, 0, self.block_size)
-        return shapes
 
     def _make_policy(self) -> VerifyPolicy:
         """Measured where trees compete with something; on all ranks the same numbers."""
@@ -175,37 +144,13 @@ class DDTreeWorker(DFlashWorker):
                 logger.info("DDTREE step cost in ms by batch size, shape %s: %s", name, line)
         return policy
 
-    def _make_runner(self, q: int) -> VerifyRunner:
-        """A second attention backend and set of graphs for the target, as EAGLE's adaptive steps make them."""
-        runner = self.model_runner
-        with self._verify_width(q):
-            workspace = runner.init_new_workspace
-            try:
-                backend = runner._get_attention_backend(init_new_workspace=True)
-            finally:
-                runner.init_new_workspace = workspace
-            graphs = None
-            if runner.graph_runner is not None:
-                graphs = CudaGraphRunner(runner, attn_backend=backend, speculative_num_draft_tokens=q)
-        return VerifyRunner(q, backend, graphs)
-
-    @contextmanager
-    def _verify_width(self, q: int) -> Iterator[None]:
-        args = self.model_runner.server_args
-        usual = args.speculative_num_draft_tokens
-        args.speculative_num_draft_tokens = q
-        try:
-            yield
-        finally:
-            args.speculative_num_draft_tokens = usual
-
     def _make_graphs(self) -> Optional[GraphedStep]:
         """Graphs of the stages, where both models run from graphs and prepare them on the device alone."""
         args, draft = self.server_args, self.draft_model_runner
         runners = [draft, *(shape.runner for shape in self.shapes.values())]
         if torch.device(self.device).type != "cuda" or any(runner.graph_runner is None for runner in runners):
             return None
-        backends = [self.verify_backend(runner.attn_backend) for runner in runners]
+        backends = [attention_backend(args, runner.attn_backend) for runner in runners]
         reasons = [
             *(type(backend).__name__ for backend in backends if type(backend).__name__ != "TritonAttnBackend"),
             *(["a draft window"] if self.use_compact_draft_cache else []),
@@ -417,7 +362,7 @@ class DDTreeWorker(DFlashWorker):
         usual = runner.attn_backend, runner.graph_runner
         runner.attn_backend, runner.graph_runner = shape.runner.attn_backend, shape.runner.graph_runner
         try:
-            with self._verify_width(q):
+            with as_wide_as(runner.server_args, q):
                 result = self.target_worker.forward_batch_generation(batch.get_model_worker_batch(), is_verify=True)
         finally:
             runner.attn_backend, runner.graph_runner = usual
