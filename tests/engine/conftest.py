@@ -58,11 +58,10 @@ MODES = [
     Mode("dflash", "dflash", "chain", {"speculative-algorithm": "DFLASH"}),
     Mode("ddtree-shadow", "ddtree-shadow", "chain", _tree(15) | {"speculative-ddtree-shadow-linear": True}),
     Mode("ddtree-chain", "ddtree", "chain", _tree(DEPTH, 1)),
-    Mode("ddtree-7", "ddtree", "tree-7", _tree(7)),
     Mode("ddtree-15", "ddtree", "tree-15", _tree(15)),
-    Mode("ddtree-31", "ddtree", "tree-31", _tree(31)),
-    # without CUDA graphs nothing is measured, and the widest tree is taken
+    # budget 31: without CUDA graphs nothing is measured, and the widest tree is taken
     Mode("ddtree-auto", "ddtree", "tree-31", _tree("auto")),
+    # budget 7 for one or two requests, chains for more
     Mode("ddtree-by-size", "ddtree", "tree-7", _tree(7) | {"speculative-ddtree-linear-above": 2}, by_size=True),
 ]
 # Both have to be asked for; torch.compile has nothing to speed up here and takes 15 s.
@@ -76,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Drop what a test's `modes` marker does not name, before pytest groups the tests by server."""
+    """Drop what a test's `modes` marker does not name, before pytest groups the tests by server; own servers come first."""
 
     def wanted(item: pytest.Item) -> bool:
         marker = item.get_closest_marker("modes")
@@ -87,6 +86,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if wanted(item)]
+    # The last mode's server runs until the end of the package, and a second one would wait for it for ever.
+    items.sort(key=_asks_a_mode)
+
+
+def _asks_a_mode(item: pytest.Item) -> bool:
+    call = getattr(item, "callspec", None)
+    return call is not None and isinstance(call.params.get("served"), Mode)
 
 
 class Offline:

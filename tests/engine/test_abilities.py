@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One server in distress: hardly any memory, prompts in chunks, a window for the drafter, preemption by priority.
 
-What is written must not depend on any of it. Runs before the modes of test_modes.py, which hold a server of their own.
+What is written must not depend on any of it.
 """
 
 from __future__ import annotations
