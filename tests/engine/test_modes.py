@@ -73,7 +73,7 @@ def test_auto_has_room_for_the_widest_tree(served: Served) -> None:
     assert "DDTREE policy nothing measured without graphs, verify=tree-31" in served.engine.log()
 
 
-@pytest.mark.modes("ddtree-7", "ddtree-15", "ddtree-31")
+@pytest.mark.modes("ddtree-15", "ddtree-auto")
 def test_tree_takes_fewer_steps_than_chain(served: Served) -> None:
     chain = sum(served.walk.steps("chain"))
     assert sum(_steps(served.alone)) < 0.9 * chain
