@@ -90,8 +90,8 @@ BAD = {
     "budget": Bad("budget-bad", ["budget 0", "1 or more"], one(budget=0)),
     "page": Bad("page-size", ["page-size 16", "mode: dflash"], one(args={"page-size": 16})),
     "hybrid": Bad(
-        "hybrid-tree",
-        ["qwen3_next", "speculative-ddtree-allow-hybrid-unsafe: true"],
+        "hybrid-radix",
+        ["/srv/hybrid/target and the radix cache as it is", "disable-radix-cache: true"],
         one(model_path="/srv/hybrid/target", draft_model_path="/srv/hybrid/drafter"),
     ),
     "backend": Bad("backend-auto", ["attention-backend"], one(args={"attention_backend": "auto"})),
