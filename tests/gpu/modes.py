@@ -333,7 +333,8 @@ def from_environment(pair: Path, out: Path, environ: Mapping[str, str]) -> Optio
     negative = []
     if config.get("full_attention_interval") or "linear_attention" in config.get("layer_types", []):
         negative = ["ddtree:15@leak"]
-        names.append("ddtree:15@leak=--speculative-ddtree-allow-hybrid-unsafe")
+        # Never linearly: a server that sees what its leaking trees give soon leaves them.
+        names.append("ddtree:15@leak=--speculative-ddtree-linear off --speculative-ddtree-allow-hybrid-unsafe")
     prompts = environ.get("GPU_PROMPTS")
     return Options(
         pair=pair, out=out, names=names, negative=negative,
