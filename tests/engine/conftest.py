@@ -57,7 +57,6 @@ MODES = [
     Mode("baseline", "baseline", None),
     Mode("dflash", "dflash", "chain", {"speculative-algorithm": "DFLASH"}),
     Mode("ddtree-shadow", "ddtree-shadow", "chain", _tree(15) | {"speculative-ddtree-shadow-linear": True}),
-    Mode("ddtree-chain", "ddtree", "chain", _tree(DEPTH, 1)),
     Mode("ddtree-15", "ddtree", "tree-15", _tree(15)),
     # budget 31: without CUDA graphs nothing is measured, and the widest tree is taken
     Mode("ddtree-auto", "ddtree", "tree-31", _tree("auto")),

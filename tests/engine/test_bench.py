@@ -36,7 +36,7 @@ def bench(
         engine_python, "-m", "fleet.bench", "--pair", NANO, "--out", work / "out", "--count", str(PROMPTS),
         "--arms", "baseline,ddtree:7", "--arm", f"baseline@other=--model-path {other}",
         "--negative", "baseline@other", "--concurrency", "1,2", "--rounds", "1:2,2:1", "--requests", "2", "--new", str(NEW),
-        "--latency-rounds", "1", "--start-wave", "1", "--soak", "ddtree:7", "--soak-seconds", "2", "--soak-concurrency", "2",
+        "--latency-rounds", "1", "--start-wave", "3", "--soak", "ddtree:7", "--soak-seconds", "2", "--soak-concurrency", "2",
         "--near-tie", "0", "--engine-flags", shlex.join(launch.flags(args)),
         *(word for item in env.items() for word in ("--engine-env", "=".join(item))),
     ]  # fmt: skip
