@@ -24,7 +24,7 @@ PROMPTS = HERE.parents[1] / "models/nano/prompts.jsonl"
 CHOSEN = (2, 4, 5, 6, 8)
 NEW = 24
 LONG = 64  # how far an answer is followed behind a state from the cache: a wrong one shows late
-ARMS = {"dflash": (15, 1), "tree-7": (7, 8), "tree-15": (15, 8)}
+ARMS = {"dflash": (15, 1), "tree-7": (7, 8)}
 MARK = 128  # where radix modes keep a state of these prompts; most pass it while they decode
 RADIX = {"disable-radix-cache": False, "mamba-scheduler-strategy": "extra_buffer", "mamba-track-interval": 64}
 # Linear verification is on by default, so that budget 7 verifies 8 slots with buffers for 16.
@@ -32,7 +32,6 @@ MODES: dict[str, dict[str, Any]] = {
     "baseline": {},
     "dflash": RADIX | {"speculative-algorithm": "DFLASH"},
     "tree-7": RADIX | {"speculative-ddtree-budget": 7},
-    "tree-15": {"speculative-ddtree-budget": 15},
     "leak-15": {"speculative-ddtree-budget": 15, "speculative-ddtree-allow-hybrid-unsafe": True},
 }
 ENV = {"SGLANG_MAMBA_CONV_DTYPE": "float32", "SGLANG_DDTREE_METRICS_INTERVAL": "10"}

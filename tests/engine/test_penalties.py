@@ -12,7 +12,7 @@ from tests.engine.conftest import Served
 from tests.engine.launch import EngineFailed
 
 Answers = dict[str, list[dict[str, Any]]]
-OURS = ("ddtree-shadow", "ddtree-15", "ddtree-auto", "ddtree-by-size")
+OURS = ("ddtree-shadow", "ddtree-15", "ddtree-by-size")
 LOST = ("frequency_penalty", "presence_penalty", "repetition_penalty", "frequency and presence", "Rhythm")
 
 
