@@ -58,10 +58,8 @@ MODES = [
     Mode("dflash", "dflash", "chain", {"speculative-algorithm": "DFLASH"}),
     Mode("ddtree-shadow", "ddtree-shadow", "chain", _tree(15) | {"speculative-ddtree-shadow-linear": True}),
     Mode("ddtree-15", "ddtree", "tree-15", _tree(15)),
-    # budget 31: without CUDA graphs nothing is measured, and the widest tree is taken
-    Mode("ddtree-auto", "ddtree", "tree-31", _tree("auto")),
-    # budget 7 for one or two requests, chains for more
-    Mode("ddtree-by-size", "ddtree", "tree-7", _tree(7) | {"speculative-ddtree-linear-above": 2}, by_size=True),
+    # auto for one or two requests: without CUDA graphs nothing is measured and the widest tree is taken; chains for more
+    Mode("ddtree-by-size", "ddtree", "tree-31", _tree("auto") | {"speculative-ddtree-linear-above": 2}, by_size=True),
 ]
 # Both have to be asked for; torch.compile has nothing to speed up here and takes 15 s.
 ASKED = {"enable-custom-logit-processor": True, "enable-return-hidden-states": True}

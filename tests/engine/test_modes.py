@@ -66,14 +66,14 @@ def test_large_batches_are_verified_linearly(served: Served) -> None:
     assert requests // 4 < linear < requests, "not a mixture of both"
 
 
-@pytest.mark.modes("ddtree-auto")
+@pytest.mark.modes("ddtree-by-size")
 def test_auto_has_room_for_the_widest_tree(served: Served) -> None:
     """What it chooses by is measured on a GPU; here it takes the widest preset, and steps are that tree's."""
     assert "Initialized DDTREE draft runner. budget=31," in served.engine.log()
     assert "DDTREE policy nothing measured without graphs, verify=tree-31" in served.engine.log()
 
 
-@pytest.mark.modes("ddtree-15", "ddtree-auto")
+@pytest.mark.modes("ddtree-15", "ddtree-by-size")
 def test_tree_takes_fewer_steps_than_chain(served: Served) -> None:
     chain = sum(served.walk.steps("chain"))
     assert sum(_steps(served.alone)) < 0.9 * chain
