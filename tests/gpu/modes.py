@@ -27,7 +27,7 @@ for folder in (HERE.parents[1], HERE.parents[1] / "models", HERE.parent / "engin
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from fleet.bench import client, equality, servers, soak, texts  # noqa: E402
+from fleet.bench import cli, client, equality, servers, soak, texts  # noqa: E402
 from fleet.bench.arms import Arm, Flags, arms, parse_flags  # noqa: E402
 from fleet.bench.run import missing_hooks  # noqa: E402
 from fleet.bench.servers import Server  # noqa: E402
@@ -40,20 +40,11 @@ MEMORY_LIMIT = 30.0  # seconds until the driver has the memory of ended processe
 MEMORY_SLACK = 256  # MiB
 WALK_BOUND = 0.03
 CHAIN = 15  # drafts of DFLASH's block of 16
-# `mem-fraction-static` bounds what must stay free of the memory that was free at the start, `max-total-tokens` what one
-# server takes: so several fit, whatever the order of their starts.
-BASE: Flags = {
-    "attention-backend": ["triton"],
-    "sampling-backend": ["pytorch"],
-    "grammar-backend": ["xgrammar"],
-    "page-size": ["1"],
-    "mem-fraction-static": ["0.95"],
+# As the benchmark serves: several fit on one GPU, whatever the order of their starts.
+BASE: Flags = cli.BASE | {
     "max-running-requests": [str(TOGETHER)],
     "cuda-graph-max-bs": [str(TOGETHER)],
-    "disable-piecewise-cuda-graph": [],
     "disable-radix-cache": [],
-    "skip-server-warmup": [],
-    "random-seed": ["1"],
 }
 
 

@@ -25,21 +25,6 @@ WIDTH = 4
 pytestmark = pytest.mark.usefixtures("engine")
 
 
-def links(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """First child and next sibling of each slot, -1 for none, as the engine's kernels want them."""
-    first, sibling = torch.full_like(parents, -1), torch.full_like(parents, -1)
-    for row, of in enumerate(parents.tolist()):
-        latest: dict[int, int] = {}
-        for slot, parent in enumerate(of):
-            if parent >= 0:
-                if parent in latest:
-                    sibling[row, latest[parent]] = slot
-                else:
-                    first[row, parent] = slot
-                latest[parent] = slot
-    return first, sibling
-
-
 def built(bs: int, budget: int) -> Any:
     return tree("plain", bs, DEPTH, 8, budget, seed=budget * 100 + bs)
 
@@ -63,14 +48,14 @@ def test_convolution_sees_the_path_and_its_windows_can_be_committed(bs: int, bud
 
     q, dim, source = budget + 1, 96, torch.Generator().manual_seed(budget)
     grown = built(bs, budget)
-    first, sibling = links(grown.parents)
+    first, sibling = reference.tree_links(grown.parents)
     x = torch.randn(bs, q, dim, generator=source)
     weight, bias = torch.randn(dim, WIDTH, generator=source), torch.randn(dim, generator=source)
     states = torch.randn(bs + 2, dim, WIDTH - 1, generator=source)
     slots = torch.randperm(bs + 1, generator=source)[:bs].to(torch.int32) + 1
     windows = torch.zeros(bs + 1, q, dim, WIDTH - 1, device=DEVICE)
     given = states.clone().to(DEVICE)
-    told = torch.zeros(bs, q, dtype=torch.int64, device=DEVICE)
+    told = torch.zeros(bs, q, dtype=torch.int32, device=DEVICE)
     out = causal_conv1d_update(
         x.to(DEVICE).transpose(1, 2), given, weight.to(DEVICE), bias.to(DEVICE), "silu",
         conv_state_indices=slots.to(DEVICE), intermediate_conv_window=windows,

@@ -54,16 +54,7 @@ def same_tree(found: tuple[torch.Tensor, ...], want: reference.DDTree) -> None:
     assert torch.equal(depths, want.depths)
     assert torch.equal(ancestors, bits(reference.ancestor_mask(want, DEPTH)))
     if links:
-        first, sibling = torch.full_like(parents, -1), torch.full_like(parents, -1)
-        for row, of in enumerate(want.parents.tolist()):
-            latest: dict[int, int] = {}
-            for slot, parent in enumerate(of):
-                if parent >= 0:
-                    if parent in latest:
-                        sibling[row, latest[parent]] = slot
-                    else:
-                        first[row, parent] = slot
-                    latest[parent] = slot
+        first, sibling = (link.to(torch.int64) for link in reference.tree_links(want.parents))
         assert torch.equal(links[0], first)
         assert torch.equal(links[1], sibling)
 
