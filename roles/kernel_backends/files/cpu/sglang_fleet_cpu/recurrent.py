@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sglang_fleet_cpu.attention import Unsupported
+
 _ATTENTION = "sglang.srt.layers.attention."
 GPU_BRANCHES = (
     _ATTENTION + "hybrid_linear_attn_backend",
@@ -34,6 +36,11 @@ GPU_BRANCHES = (
 """Modules that ask `is_cpu()`; their source is compiled with the answer False."""
 CHUNK = 64
 """Tokens of a chunk of prefill, as the engine's kernel and its radix cache count them."""
+
+
+def _unserved(what: str) -> Unsupported:
+    """A call that the engine does not make for the models of this profile: it stops instead of answering wrongly."""
+    return Unsupported(f"the cpu profile's {what}; serve this model on a GPU profile")
 
 
 def chunk_gated_delta_rule(
@@ -63,7 +70,7 @@ def chunk_gated_delta_rule(
         every chunk of 64 tokens of each sequence, from which the radix cache takes its own.
     """
     if head_first or q.shape[0] != 1 or initial_state is None or initial_state_indices is None or cu_seqlens is None:
-        raise NotImplementedError("the twin of chunk_gated_delta_rule takes packed sequences with a pool of states")
+        raise _unserved("chunk_gated_delta_rule takes packed sequences with a pool of states")
     queries, keys, values = q[0].float(), k[0].float(), v[0].float()
     if use_qk_l2norm_in_kernel:
         queries, keys = _unit(queries), _unit(keys)
@@ -129,7 +136,7 @@ def causal_conv1d_update(
         like `x`.
     """
     if cache_seqlens is not None or num_accepted_tokens is not None or conv_state_indices is None:
-        raise NotImplementedError("the twin of causal_conv1d_update takes a pool of states without offsets")
+        raise _unserved("causal_conv1d_update takes a pool of states without offsets")
     flat = x.dim() == 2
     inputs = x[:, :, None] if flat else x
     slots, width = inputs.shape[2], weight.shape[1]
@@ -211,7 +218,7 @@ def fused_sigmoid_gating_delta_rule_update(
         output like `v`.
     """
     if is_kda or cu_seqlens is None or q.shape[0] != 1:
-        raise NotImplementedError("the twin of fused_sigmoid_gating_delta_rule_update takes packed gated delta nets")
+        raise _unserved("fused_sigmoid_gating_delta_rule_update takes packed gated delta nets")
     queries, keys, values = q[0].float(), k[0].float(), v[0].float()
     if use_qk_l2norm_in_kernel:
         queries, keys = _unit(queries), _unit(keys)
@@ -317,7 +324,7 @@ def layer_norm_gated_fwd(
 ) -> tuple[Tensor, None, Tensor, Tensor]:
     """RMS norm of rows `[n, d]` times their gate; as the kernel, into `x` itself unless another dtype is asked for."""
     if residual is not None or residual_dtype not in (None, x.dtype) or not is_rms_norm or bias is not None:
-        raise NotImplementedError("the twin of layer_norm_gated_fwd takes an RMS norm without residual and bias")
+        raise _unserved("layer_norm_gated_fwd takes an RMS norm without residual and bias")
     rows, gate = x.float(), g.float()
     scale = (rows.square().mean(-1) + eps).rsqrt()
     out = rows * scale[:, None]
