@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils import gpu_host_rules_host as rules_host
+from ansible.module_utils import gpu_host_rules_system as rules_system
 from ansible.module_utils.gpu_host_judge import WAIVABLE, judge, lines, profile_of
 from ansible.module_utils.gpu_host_rules import BLOCK, RULES
 
@@ -455,4 +455,4 @@ def test_junk_in_the_inventory_never_crashes_the_judge() -> None:
 def test_glibc_is_what_the_locks_need(repo: Path) -> None:
     """files.json of every engine names the newest glibc that one of its wheels asks for."""
     needed = [json.loads(path.read_text())["glibc"] for path in repo.glob("engines/*/files.json")]
-    assert max(needed, key=lambda text: [int(part) for part in text.split(".")]) == rules_host.MIN_GLIBC
+    assert max(needed, key=lambda text: [int(part) for part in text.split(".")]) == rules_system.MIN_GLIBC

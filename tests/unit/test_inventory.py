@@ -80,8 +80,8 @@ def test_lab_hosts_get_their_variables_with_and_without_the_default_inventory(re
 
 def test_instance_keys_and_modes_are_those_of_gpu_units(repo: Path) -> None:
     from ansible.module_utils import gpu_units_render
-    from ansible.module_utils.gpu_host_rules import BUILT_IN, MODES, TREE_MODES
-    from ansible.module_utils.gpu_host_rules_inventory import KEYS, OWNED_FLAGS, SECRET_FLAGS
+    from ansible.module_utils.gpu_host_rules import BUILT_IN, KEYS, MODES, TREE_MODES
+    from ansible.module_utils.gpu_host_rules_flags import OWNED_FLAGS, SECRET_FLAGS
 
     assert set(KEYS) == set(gpu_units_render.KNOWN)
     assert set(gpu_units_render.OWNED_FLAGS) <= set(OWNED_FLAGS) | set(SECRET_FLAGS)

@@ -5,9 +5,38 @@ from __future__ import annotations
 
 from typing import Any
 
-# Importing the rules registers them; the order here is the order of the report.
-from ansible.module_utils import gpu_host_rules_host, gpu_host_rules_inventory  # noqa: F401
+# Importing the rules registers them.
+from ansible.module_utils import (
+    gpu_host_rules_driver,
+    gpu_host_rules_flags,
+    gpu_host_rules_gpus,
+    gpu_host_rules_hybrid,
+    gpu_host_rules_instances,
+    gpu_host_rules_inventory,
+    gpu_host_rules_models,
+    gpu_host_rules_network,
+    gpu_host_rules_notes,
+    gpu_host_rules_room,
+    gpu_host_rules_system,
+)
 from ansible.module_utils.gpu_host_rules import BLOCK, CAPABILITIES, INFO, PROFILES, RULES, WARN, Case, Map, merge
+
+# The order of the report, within one severity: a cause comes before what it brings about.
+SUBJECTS = (
+    gpu_host_rules_inventory,
+    gpu_host_rules_instances,
+    gpu_host_rules_flags,
+    gpu_host_rules_driver,
+    gpu_host_rules_gpus,
+    gpu_host_rules_system,
+    gpu_host_rules_room,
+    gpu_host_rules_network,
+    gpu_host_rules_models,
+    gpu_host_rules_hybrid,
+    gpu_host_rules_notes,
+)
+_PLACE = {subject.__name__: at for at, subject in enumerate(SUBJECTS)}
+RULES.sort(key=lambda known: _PLACE[known.check.__module__])
 
 ORDER = {BLOCK: 0, WARN: 1, INFO: 2}
 WAIVABLE = tuple(known.id for known in RULES if known.needs_host and known.severity == BLOCK)
@@ -45,7 +74,7 @@ def judge(host: str, wanted: Map, facts: Map | None = None) -> Map:
     """The verdict on a host; without facts only the inventory's rules are asked.
 
     Returns `{verb, host, ok, profile, findings, passed}`. findings: blocks first, each
-    `{id, severity, thing, observed, expected, why, fix}`, a waived one with its reason. passed: ids of rules that held.
+    `{id, severity, thing, observed, expected, fix, why, source}`, a waived one with its reason. passed: ids of rules that held.
     """
     wanted = {**wanted, "waivable": WAIVABLE}
     profile = profile_of(wanted, facts)
@@ -59,7 +88,8 @@ def judge(host: str, wanted: Map, facts: Map | None = None) -> Map:
         if not hits:
             passed.append(known.id)
         for hit in hits:
-            finding: Map = {"id": known.id, "severity": known.severity, **hit._asdict(), "why": known.why}
+            finding: Map = {"id": known.id, "severity": known.severity, **hit._asdict()}
+            finding |= {"why": known.why, "source": known.source}
             if known.id in WAIVABLE and str(waivers.get(known.id) or "").strip():
                 finding.update(severity=WARN, waived=waivers[known.id])
             findings.append(finding)
@@ -68,21 +98,22 @@ def judge(host: str, wanted: Map, facts: Map | None = None) -> Map:
     return {"verb": "preflight", "host": host, "ok": ok, "profile": profile, "findings": findings, "passed": passed}
 
 
-def lines(verdict: Map) -> list[str]:
-    """The verdict for people: one line on the whole, then three for each finding."""
-    blocks = [finding for finding in verdict["findings"] if finding["severity"] == BLOCK]
-    missed = {finding["id"] for finding in verdict["findings"]}
+def lines(verdict: Map, *, info: bool = False) -> list[str]:
+    """The verdict for people: one line on the whole, then three for each finding; what is only good to know with `info`."""
+    findings = verdict["findings"]
+    blocks = sum(finding["severity"] == BLOCK for finding in findings)
+    missed = {finding["id"] for finding in findings}
     held = f"{len(verdict['passed'])} of {len(verdict['passed']) + len(missed)} checks hold"
     if verdict["ok"]:
         head = f"{verdict['host']}: preflight ok, profile {verdict['profile']}, {held}."
     else:
-        problems = "1 problem" if len(blocks) == 1 else f"{len(blocks)} problems"
+        problems = "1 problem" if blocks == 1 else f"{blocks} problems"
         head = f"{verdict['host']}: preflight found {problems}, {held}. Nothing was changed."
-    return [head, *(row for finding in verdict["findings"] for row in rows(finding))]
+    return [head, *(row for finding in findings if info or finding["severity"] != INFO for row in rows(finding))]
 
 
 def rows(finding: Map) -> list[str]:
-    """One finding: what is and should be, why it matters, the next step."""
+    """One finding: what is and should be, why it matters and who says so, the next step."""
     head = f"{finding['severity']} [{finding['id']}] {finding['thing']}: {finding['observed']}; expected {finding['expected']}"
     waived = [f"    waived: {finding['waived']}"] if finding.get("waived") else []
-    return [head, f"    why: {finding['why']}", f"    fix: {finding['fix']}", *waived]
+    return [head, f"    why: {finding['why']} ({finding['source']})", f"    fix: {finding['fix']}", *waived]

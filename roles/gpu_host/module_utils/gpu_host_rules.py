@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 Map = dict[str, Any]
 
@@ -16,9 +17,26 @@ TREE_MODES = ("ddtree-shadow", "ddtree")
 PROFILES = ("sm90", "sm100", "sm120", "cpu")
 # Compute capability to profile. Source: CUDA GPU list of the vendor, 2026-11.
 CAPABILITIES = {"9.0": "sm90", "10.0": "sm100", "10.3": "sm100", "12.0": "sm120", "12.1": "sm120"}
+GIB = 1 << 30
 # The templated unit of every instance: its processes may hold the instance's GPUs and ports.
 UNIT_PREFIX = "sglang@"
 
+# Keys of an instance.
+KEYS = (
+    "name",
+    "gpus",
+    "port",
+    "mode",
+    "model_path",
+    "draft_model_path",
+    "address",
+    "budget",
+    "topk",
+    "spine",
+    "args",
+    "env",
+    "api_key_file",
+)
 BUILT_IN: Map = {"address": "127.0.0.1", "budget": 15, "topk": 8, "spine": 0, "args": {}, "env": {}}
 
 
@@ -32,11 +50,15 @@ class Hit(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A check: its id is the name that people look up, `why` holds for every hit."""
+    """A check: its id is the name that people look up, `why` holds for every hit.
+
+    source: what says so, a public page or a file of this repository.
+    """
 
     id: str
     severity: str
     why: str
+    source: str
     needs_host: bool
     check: Callable[[Case], Iterator[Hit]]
 
@@ -58,8 +80,12 @@ class Case:
 
     @property
     def where(self) -> str:
-        """The file that a person edits for this host."""
-        return f"host_vars/{self.host}.yml (beside the inventory in use)"
+        """The file that a person edits for this host: the caller knows its folder."""
+        return str(self.wanted.get("where") or f"host_vars/{self.host}.yml (beside the inventory in use)")
+
+    def again(self, text: str) -> str:
+        """A command of ours for this host, with the inventory that the caller was given."""
+        return " ".join([text, f"-l {self.host}", *[f"-i {one}" for one in self.wanted.get("inventory") or []]])
 
     @property
     def gpus(self) -> list[Map]:
@@ -83,14 +109,14 @@ RULES: list[Rule] = []
 
 
 def rule(
-    rule_id: str, severity: str, why: str, *, needs_host: bool
+    rule_id: str, severity: str, why: str, *, source: str, needs_host: bool = True
 ) -> Callable[[Callable[[Case], Iterator[Hit]]], Callable[[Case], Iterator[Hit]]]:
     """Register a check under an id that is used once."""
     if any(known.id == rule_id for known in RULES):
         raise ValueError(f"rule {rule_id} is written twice")
 
     def register(check: Callable[[Case], Iterator[Hit]]) -> Callable[[Case], Iterator[Hit]]:
-        RULES.append(Rule(rule_id, severity, why, needs_host, check))
+        RULES.append(Rule(rule_id, severity, why, source, needs_host, check))
         return check
 
     return register
@@ -121,3 +147,72 @@ def args_of(instance: Map) -> Map:
     """Further flags of an instance in their one spelling."""
     args = instance.get("args")
     return {flag(name): value for name, value in args.items()} if isinstance(args, dict) else {}
+
+
+def version(text: Any) -> tuple[int, ...]:
+    """`580.95.05` as (580, 95, 5); words count as nothing."""
+    return tuple(int(part) for part in re.findall(r"\d+", str(text)))
+
+
+def whole(value: Any) -> TypeGuard[int]:
+    """Whether it is a whole number; YAML's true is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def shown(value: Any) -> str:
+    """A value of the inventory in a message."""
+    return "nothing" if value is None else repr(value)
+
+
+def on_gpus(case: Case) -> bool:
+    """Whether GPU rules apply: not on the cpu profile, and only where GPUs were found."""
+    return case.wanted.get("profile") != "cpu" and bool(case.gpus)
+
+
+def ours(process: Map) -> bool:
+    """Whether a process belongs to a unit of an instance."""
+    return str(process.get("unit") or "").startswith(UNIT_PREFIX)
+
+
+def gpus_of(case: Case, instance: Map) -> list[Map]:
+    """The GPUs that an instance names and the host has, each once, in PCI order; none on the cpu profile."""
+    asked = instance.get("gpus") if on_gpus(case) else None
+    found = [case.gpu(one) for one in asked] if isinstance(asked, list) else []
+    named = {gpu["uuid"]: gpu for gpu in found if gpu}
+    return sorted(named.values(), key=lambda gpu: int(gpu["index"]))
+
+
+def wanted_gpus(case: Case) -> list[Map]:
+    """The GPUs that instances name, each once, in PCI order; none on the cpu profile."""
+    named = {gpu["uuid"]: gpu for instance in case.instances for gpu in gpus_of(case, instance)}
+    return sorted(named.values(), key=lambda gpu: int(gpu["index"]))
+
+
+def spans(case: Case) -> Iterator[tuple[int, Map, list[Map]]]:
+    """Instances on more than one GPU: (position, instance, its GPUs)."""
+    for at, instance in enumerate(case.instances):
+        gpus = gpus_of(case, instance)
+        if len(gpus) > 1:
+            yield at, instance, gpus
+
+
+def called(gpu: Map) -> str:
+    """How messages name a GPU."""
+    return f"GPU {gpu['index']} ({gpu['name']})"
+
+
+def inside(case: Case) -> str | None:
+    """`container` or `vm` where the host is one of these: hardware, and in a container the kernel, are out of its reach."""
+    virt = (case.facts.get("kernel") or {}).get("virt")
+    return virt if virt in ("container", "vm") else None
+
+
+def on_kernel(case: Case, fix: str) -> str:
+    """A fix that needs the kernel: a container's belongs to the machine that runs it."""
+    return f"On the machine that runs this container: {fix}" if inside(case) == "container" else fix
+
+
+def on_metal(case: Case, fix: str) -> str:
+    """A fix that needs the hardware or its firmware."""
+    kind = inside(case)
+    return f"On the machine that runs this {'VM' if kind == 'vm' else kind}: {fix}" if kind else fix

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules about single instances and how they share a host: names, modes, ports, GPUs, addresses."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ansible.module_utils.gpu_host_rules import BLOCK, KEYS, MODES, Case, Hit, args_of, label, rule, shown, whole
+
+PARALLEL = {
+    "tp-size": ("tp-size", "tensor-parallel-size"),
+    "pp-size": ("pp-size", "pipeline-parallel-size"),
+    "dp-size": ("dp-size", "data-parallel-size"),
+}
+# sglang 0.5.11, server_args.py: port + 10000 must be a port too.
+MAX_PORT = 55535
+# A unit's instance name without escapes; no dot, since NAME.baseline is the baseline of NAME.
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}\Z")
+HOST_NAME = re.compile(
+    r"(?=.{1,253}\Z)([A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*\Z"
+)
+
+
+@rule(
+    "instance-key-unknown",
+    BLOCK,
+    "A misspelt key would be dropped without a word and the engine would run with a default.",
+    source="docs/operations.md",
+    needs_host=False,
+)
+def instance_key_unknown(case: Case) -> Iterator[Hit]:
+    """Every key of an instance is known."""
+    defaults = case.wanted.get("defaults")
+    known = set(KEYS) | (set(map(str, defaults)) if isinstance(defaults, dict) else set())
+    for at, instance in enumerate(case.instances):
+        for key in sorted(set(map(str, instance)) - known):
+            yield Hit(
+                label(instance, at),
+                f"key {key!r}",
+                "only " + ", ".join(KEYS),
+                f"Remove or rename {key} in {case.where}; engine flags go under args.",
+            )
+
+
+@rule(
+    "instance-name",
+    BLOCK,
+    "The name becomes part of a systemd unit and of file names.",
+    source="https://www.freedesktop.org/software/systemd/man/latest/systemd.unit.html",
+    needs_host=False,
+)
+def instance_name(case: Case) -> Iterator[Hit]:
+    """Names fit a unit name without escaping."""
+    for at, instance in enumerate(case.instances):
+        name = instance.get("name")
+        if not isinstance(name, str) or not NAME.match(name):
+            expected = "small letters, digits, '_' and '-', at most 64, first a letter or digit"
+            yield Hit(
+                f"instance number {at + 1}",
+                f"name {shown(name)}",
+                expected,
+                f"Give it a name such as gpu{at} in {case.where}.",
+            )
+
+
+@rule(
+    "instance-name-twice",
+    BLOCK,
+    "Two instances of one name would be one unit.",
+    source="https://www.freedesktop.org/software/systemd/man/latest/systemd.unit.html",
+    needs_host=False,
+)
+def instance_name_twice(case: Case) -> Iterator[Hit]:
+    """Names differ."""
+    names = [str(instance.get("name")) for instance in case.instances if instance.get("name") is not None]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield Hit(
+            f"instance {name}",
+            f"{names.count(name)} instances of this name",
+            "each name once",
+            f"Rename all but one in {case.where}.",
+        )
+
+
+@rule(
+    "mode-unknown",
+    BLOCK,
+    "A mode is a set of flags and the proof that goes with it; there is none for another word.",
+    source="docs/architecture.md",
+    needs_host=False,
+)
+def mode_unknown(case: Case) -> Iterator[Hit]:
+    """mode is one of the four."""
+    for at, instance in enumerate(case.instances):
+        if instance.get("mode") not in MODES:
+            yield Hit(
+                label(instance, at),
+                f"mode {shown(instance.get('mode'))}",
+                "one of " + ", ".join(MODES),
+                f"Set mode for it in {case.where} or in gpu_units_defaults.",
+            )
+
+
+@rule(
+    "port-bad",
+    BLOCK,
+    "An engine listens on one TCP port above the privileged ones, and SGLang keeps the port 10000 above it for gRPC.",
+    source="https://github.com/sgl-project/sglang/blob/v0.5.11/python/sglang/srt/server_args.py",
+    needs_host=False,
+)
+def port_bad(case: Case) -> Iterator[Hit]:
+    """port is a whole number that a plain user may bind, with room for gRPC's above it."""
+    for at, instance in enumerate(case.instances):
+        port = instance.get("port")
+        if not whole(port) or not 1024 <= port <= MAX_PORT:
+            yield Hit(
+                label(instance, at),
+                f"port {shown(port)}",
+                f"a whole number from 1024 to {MAX_PORT}",
+                f"Set port: {30000 + at} for it in {case.where}.",
+            )
+
+
+@rule(
+    "port-twice",
+    BLOCK,
+    "The second engine could not bind the port and would die at its start.",
+    source="https://man7.org/linux/man-pages/man2/bind.2.html",
+    needs_host=False,
+)
+def port_twice(case: Case) -> Iterator[Hit]:
+    """Each port is used once on a host."""
+    ports: dict[int, list[str]] = {}
+    for at, instance in enumerate(case.instances):
+        if whole(instance.get("port")):
+            ports.setdefault(instance["port"], []).append(label(instance, at))
+    for port, users in sorted(ports.items()):
+        if len(users) > 1:
+            free = next(number for number in range(port + 1, port + 2 + len(ports)) if number not in ports)
+            yield Hit(
+                " and ".join(users),
+                f"port {port} for all of them",
+                "a port of its own for each",
+                f"Set port: {free} for {users[-1]} in {case.where}.",
+            )
+
+
+@rule(
+    "gpus-bad",
+    BLOCK,
+    "An engine is bound to GPUs by name; without them it would take whichever comes first.",
+    source="https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#env-vars",
+    needs_host=False,
+)
+def gpus_bad(case: Case) -> Iterator[Hit]:
+    """gpus is a list of indices or UUIDs, empty on the cpu profile only."""
+    cpu = case.wanted.get("profile") == "cpu"
+    for at, instance in enumerate(case.instances):
+        gpus = instance.get("gpus")
+        if cpu and gpus in (None, []):
+            continue
+        if cpu:
+            yield Hit(
+                label(instance, at),
+                f"gpus {shown(gpus)} with gpu_host_profile: cpu",
+                "no gpus on the cpu profile",
+                f"Write gpus: [] for it in {case.where}, or set gpu_host_profile: auto.",
+            )
+        elif not isinstance(gpus, list) or not gpus:
+            yield Hit(
+                label(instance, at),
+                f"gpus {shown(gpus)}",
+                "a list of at least one GPU",
+                f"Write gpus: [{at}] for it in {case.where}.",
+            )
+        else:
+            for gpu in gpus:
+                index = whole(gpu) and gpu >= 0
+                uuid = isinstance(gpu, str) and gpu.startswith("GPU-")
+                if not index and not uuid:
+                    yield Hit(
+                        label(instance, at),
+                        f"GPU {shown(gpu)}",
+                        "an index in PCI order (0, 1, ...) or a UUID (GPU-...)",
+                        f"Correct gpus of it in {case.where}; `nvidia-smi -L` on the host lists both.",
+                    )
+
+
+@rule(
+    "gpu-twice",
+    BLOCK,
+    "Two engines on one GPU fight for its memory, and the second one fails at its start.",
+    source="docs/operations.md",
+    needs_host=False,
+)
+def gpu_twice(case: Case) -> Iterator[Hit]:
+    """Each GPU is used once; an index and the UUID of the same GPU are told to be one when the host is known."""
+    users: dict[str, list[str]] = {}
+    for at, instance in enumerate(case.instances):
+        asked = instance.get("gpus")
+        for one in asked if isinstance(asked, list) else []:
+            found = case.gpu(one)
+            key = f"GPU {found['index']} ({found['uuid']})" if found else f"GPU {one}"
+            users.setdefault(key, []).append(label(instance, at))
+    for gpu, names in sorted(users.items()):
+        if len(names) > 1:
+            yield Hit(
+                " and ".join(dict.fromkeys(names)),
+                f"{gpu} {len(names)} times",
+                "each GPU in one instance, once",
+                f"Give {names[-1]} a GPU of its own in {case.where}.",
+            )
+
+
+@rule(
+    "parallel-size",
+    BLOCK,
+    "The engine uses exactly as many GPUs as its parallel sizes multiply to; more or fewer fail at its start.",
+    source="https://github.com/sgl-project/sglang/blob/v0.5.11/python/sglang/srt/server_args.py",
+    needs_host=False,
+)
+def parallel_size(case: Case) -> Iterator[Hit]:
+    """tp-size x pp-size (x dp-size) written under args is the number of GPUs."""
+    for at, instance in enumerate(case.instances):
+        args, gpus = args_of(instance), instance.get("gpus")
+        given = {
+            size: args[name]
+            for size, names in PARALLEL.items()
+            for name in names
+            if name in args and not (size == "dp-size" and args.get("enable-dp-attention"))
+        }
+        if not given or not isinstance(gpus, list) or not gpus:
+            continue
+        told = " x ".join(f"{size} {value}" for size, value in given.items())
+        if not all(whole(value) and value > 0 for value in given.values()) or math.prod(given.values()) != len(gpus):
+            yield Hit(
+                label(instance, at),
+                f"{told} on {len(gpus)} GPUs",
+                "sizes that multiply to the number of GPUs",
+                f"Make args and gpus of it agree in {case.where}.",
+            )
+
+
+@rule(
+    "address-bad",
+    BLOCK,
+    "The engine binds exactly this address.",
+    source="https://man7.org/linux/man-pages/man2/bind.2.html",
+    needs_host=False,
+)
+def address_bad(case: Case) -> Iterator[Hit]:
+    """address is an IP address or a host name."""
+    for at, instance in enumerate(case.instances):
+        address = instance.get("address")
+        if _ip(address) is None and not (
+            isinstance(address, str) and HOST_NAME.match(address) and not re.fullmatch(r"[\d.]+", address)
+        ):
+            yield Hit(
+                label(instance, at),
+                f"address {shown(address)}",
+                "an IP address or a host name",
+                f"Set address: 127.0.0.1 for it in {case.where}.",
+            )
+
+
+@rule(
+    "address-open",
+    BLOCK,
+    "The engine's port has no password by default: on every address it is open to whoever reaches the host.",
+    source="https://docs.sglang.ai/advanced_features/server_arguments.html",
+    needs_host=False,
+)
+def address_open(case: Case) -> Iterator[Hit]:
+    """Loopback or a named address, unless open is asked for."""
+    if case.wanted.get("allow_any_address") is True:
+        return
+    for at, instance in enumerate(case.instances):
+        address = _ip(instance.get("address"))
+        if address is not None and address.is_unspecified:
+            yield Hit(
+                label(instance, at),
+                f"address {address}",
+                "127.0.0.1, ::1 or one named address of the host",
+                f"Set address for it in {case.where}, or gpu_host_allow_any_address: true if a firewall stands before it.",
+            )
+
+
+def _ip(address: Any) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(address) if isinstance(address, str) else None
+    except ValueError:
+        return None

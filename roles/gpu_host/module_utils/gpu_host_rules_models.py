@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules about the folders of target and drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ansible.module_utils.gpu_host_rules import BLOCK, MODES, Case, Hit, Map, label, rule, shown
+
+HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 - refused, not used
+
+
+@rule(
+    "model-path-bad",
+    BLOCK,
+    "An engine serves a folder of the host; nothing is fetched by name at its start.",
+    source="docs/operations.md",
+    needs_host=False,
+)
+def model_path_bad(case: Case) -> Iterator[Hit]:
+    """Absolute paths for the target, and for the drafter in every speculating mode."""
+    for at, instance in enumerate(case.instances):
+        mode = instance.get("mode")
+        for key in ("model_path", "draft_model_path"):
+            path = instance.get(key)
+            if key == "draft_model_path" and (mode == "baseline" or mode not in MODES) and path is None:
+                continue
+            if not isinstance(path, str) or not path.startswith("/"):
+                yield Hit(
+                    label(instance, at),
+                    f"{key} {shown(path)}",
+                    "the absolute path of a folder on the host",
+                    f"Set {key} for it in {case.where} or in gpu_units_defaults.",
+                )
+
+
+@rule(
+    "path-hidden",
+    BLOCK,
+    "The unit sees no home folder and has its own /tmp (ProtectHome, PrivateTmp), so the engine would not find it.",
+    source="https://www.freedesktop.org/software/systemd/man/latest/systemd.exec.html",
+    needs_host=False,
+)
+def path_hidden(case: Case) -> Iterator[Hit]:
+    """Models lie where a hardened unit can read them."""
+    for at, instance in enumerate(case.instances):
+        for key in ("model_path", "draft_model_path"):
+            path = instance.get(key)
+            if isinstance(path, str) and path.startswith(HIDDEN):
+                yield Hit(
+                    label(instance, at),
+                    f"{key} {path}",
+                    "a folder outside of home folders and /tmp, such as /srv/models",
+                    f"Move it on the host and correct {key} in {case.where}.",
+                )
+
+
+@rule(
+    "model-missing",
+    BLOCK,
+    "The engine would fail at its start; nothing is fetched by it.",
+    source="docs/operations.md",
+)
+def model_missing(case: Case) -> Iterator[Hit]:
+    """The target's folder is whole."""
+    for at, instance in enumerate(case.instances):
+        yield from _folder(case, at, instance, "model_path")
+
+
+@rule(
+    "drafter-missing",
+    BLOCK,
+    "Every mode but baseline drafts with this model.",
+    source="docs/operations.md",
+)
+def drafter_missing(case: Case) -> Iterator[Hit]:
+    """The drafter's folder is whole, in every mode that drafts."""
+    for at, instance in enumerate(case.instances):
+        if instance.get("mode") != "baseline":
+            yield from _folder(case, at, instance, "draft_model_path")
+
+
+def _folder(case: Case, at: int, instance: Map, key: str) -> Iterator[Hit]:
+    path = instance.get(key)
+    model = case.model(path)
+    if model is None:
+        return
+    fix = f"Copy the model to {path} on the host, or correct {key} in {case.where}."
+    if not model["exists"]:
+        yield Hit(label(instance, at), f"{key} {path}: no such folder", "a folder with config.json and weights", fix)
+    elif model["error"]:
+        yield Hit(label(instance, at), f"{key} {path}: {model['error']}", "a config.json that can be read", fix)
+    elif model["missing"]:
+        yield Hit(
+            label(instance, at),
+            f"{key} {path}: no {', '.join(model['missing'][:3])}",
+            "a folder with config.json and weights",
+            fix,
+        )
+
+
+@rule(
+    "drafter-kind",
+    BLOCK,
+    "DFLASH and DDTREE draft with a block drafter; another model cannot answer them.",
+    source="https://github.com/sgl-project/sglang/pull/16818",
+)
+def drafter_kind(case: Case) -> Iterator[Hit]:
+    """The drafter is a DFlashDraftModel."""
+    for at, instance, draft, _ in _pairs(case):
+        if "DFlashDraftModel" not in draft["architectures"]:
+            found = ", ".join(draft["architectures"]) or "no architecture"
+            yield Hit(
+                label(instance, at),
+                f"draft_model_path {instance['draft_model_path']} is {found}",
+                "DFlashDraftModel",
+                f"Set draft_model_path in {case.where} to a DFlash drafter of this target.",
+            )
+
+
+@rule(
+    "drafter-foreign",
+    BLOCK,
+    "A drafter reads the target's hidden states and shares its vocabulary: it fits the target that it was trained for.",
+    source="https://github.com/sgl-project/sglang/pull/16818",
+)
+def drafter_foreign(case: Case) -> Iterator[Hit]:
+    """Vocabulary, width and layers of drafter and target agree, as far as both say them."""
+    for at, instance, draft, target in _pairs(case):
+        for words, mine, theirs in (
+            ("vocabulary", draft["vocab_size"], target["vocab_size"]),
+            ("hidden size", draft["hidden_size"], target["hidden_size"]),
+            ("target layers", draft["num_target_layers"], target["num_layers"]),
+        ):
+            if mine is not None and theirs is not None and mine != theirs:
+                yield Hit(
+                    label(instance, at),
+                    f"{words} {mine} in the drafter",
+                    f"{theirs}, as the target has",
+                    f"Set draft_model_path in {case.where} to the drafter of this target.",
+                )
+
+
+def _pairs(case: Case) -> Iterator[tuple[int, Map, Map, Map]]:
+    """Instances that draft and whose two configurations could be read: (position, instance, drafter, target)."""
+    for at, instance in enumerate(case.instances):
+        draft, target = case.model(instance.get("draft_model_path")), case.model(instance.get("model_path"))
+        if (
+            instance.get("mode") != "baseline"
+            and draft
+            and target
+            and "architectures" in draft
+            and "architectures" in target
+        ):
+            yield at, instance, draft, target

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules about ports and addresses of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ansible.module_utils.gpu_host_rules import BLOCK, Case, Hit, label, ours, rule
+
+
+@rule(
+    "port-busy",
+    BLOCK,
+    "The engine could not bind the port and would die at its start.",
+    source="https://man7.org/linux/man-pages/man2/bind.2.html",
+)
+def port_busy(case: Case) -> Iterator[Hit]:
+    """No process outside of our units listens on an instance's port."""
+    for at, instance in enumerate(case.instances):
+        for listener in case.facts["ports"]:
+            if (
+                listener["port"] == instance.get("port")
+                and not ours(listener)
+                and _meets(listener["address"], instance.get("address"))
+            ):
+                who = (
+                    f"process {listener['pid']} ({listener['process']})"
+                    if listener["pid"]
+                    else "a process that is not visible"
+                )
+                unit = f" of {listener['unit']}" if listener.get("unit") else ""
+                yield Hit(
+                    label(instance, at),
+                    f"port {listener['port']} is held by {who}{unit} on {listener['address']}",
+                    "a free port",
+                    f"End that process or set another port for it in {case.where}.",
+                )
+                break
+
+
+def _meets(listening: str, asked: Any) -> bool:
+    """Whether two binds of one port collide: the same address, or either of them is every address."""
+    every = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
+    names = {"localhost": "127.0.0.1"}
+    return listening == names.get(str(asked), asked) or listening in every or asked in every
+
+
+@rule(
+    "address-foreign",
+    BLOCK,
+    "A server can bind only addresses that the host has.",
+    source="https://man7.org/linux/man-pages/man2/bind.2.html",
+)
+def address_foreign(case: Case) -> Iterator[Hit]:
+    """Every address of an instance can be bound."""
+    for at, instance in enumerate(case.instances):
+        reason = case.facts["bind"].get(str(instance.get("address")))
+        if reason:
+            yield Hit(
+                label(instance, at),
+                f"address {instance['address']}: {reason}",
+                "an address of this host",
+                f"Set address for it in {case.where}; `ip -brief address` on the host lists them.",
+            )

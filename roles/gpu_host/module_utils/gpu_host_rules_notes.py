@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a person should know, though nothing is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ansible.module_utils.gpu_host_rules import INFO, WARN, Case, Hit, rule
+
+
+@rule(
+    "facts-stand-in",
+    WARN,
+    "The GPU facts come from a file, so they say nothing about this host: for tests only.",
+    source="docs/checks.md",
+)
+def facts_stand_in(case: Case) -> Iterator[Hit]:
+    """Facts of another machine stand in for this one's."""
+    recorded = case.facts.get("recorded")
+    if recorded:
+        yield Hit(
+            "the GPU facts",
+            f"recorded on {recorded['machine']}, {recorded['date']}",
+            "this host's own",
+            f"Remove gpu_host_facts_file from {case.where}.",
+        )
+
+
+@rule(
+    "cpu-profile",
+    INFO,
+    "Asked for in the inventory. It runs the real engine for trials and tests, not for service.",
+    source="docs/architecture.md",
+)
+def cpu_profile(case: Case) -> Iterator[Hit]:
+    """The cpu profile is in use."""
+    if case.wanted.get("profile") == "cpu":
+        yield Hit(
+            "gpu_host_profile",
+            "cpu",
+            "a GPU profile for service",
+            f"Remove gpu_host_profile from {case.where} on a GPU host.",
+        )
