@@ -8,7 +8,7 @@ DOCUMENTATION = r"""
 module: gpu_host_preflight
 short_description: Judge a host before anything is changed on it
 description:
-  - Gathers GPU, driver, toolchain, room, port and model facts, and judges them and the inventory by named rules.
+  - Gathers GPU, driver, kernel, toolchain, room, port and model facts, and judges them and the inventory by named rules.
   - Fails with every blocking finding at once. Changes nothing but its own report, which is a log of this run and not
     counted as a change.
 options:
@@ -33,9 +33,12 @@ options:
     required: true
   stand_in:
     description:
-      - Facts recorded on a real machine by C(gpu_host_gather.py --record), in place of this host's GPU facts. For tests;
-        the verdict says so.
+      - Facts recorded on a real machine by C(gpu_host_gather.py --record). Every fact that the recording holds takes the place
+        of this host's own. For tests; the verdict says so.
     type: dict
+  pynvml:
+    description: NVIDIA's pynvml, packed. Filled in by the action plugin.
+    type: str
   enforce:
     description: Whether a blocking finding fails the task. Going back to an older deployment is never held up by findings.
     type: bool
@@ -91,8 +94,8 @@ def texts(values: Iterable[Any]) -> list[str]:
     return sorted({value for value in values if isinstance(value, str)})
 
 
-def facts_for(wanted: dict[str, Any], root: str, stand_in: dict[str, Any] | None) -> dict[str, Any]:
-    """Facts of this host for what the inventory asks; GPU facts from a recording where one is given."""
+def facts_for(wanted: dict[str, Any], root: str, stand_in: dict[str, Any] | None, pynvml: str | None) -> dict[str, Any]:
+    """Facts of this host for what the inventory asks; what a recording holds replaces the host's own."""
     instances = instances_of(wanted)
     paths = [one.get(key) for one in instances for key in ("model_path", "draft_model_path")]
     facts = gather(
@@ -100,10 +103,9 @@ def facts_for(wanted: dict[str, Any], root: str, stand_in: dict[str, Any] | None
         [str(version) for version in wanted.get("pythons") or []],
         [path for path in texts(paths) if path.startswith("/")],
         texts(one.get("address") for one in instances),
+        pynvml,
     )
-    if stand_in:
-        facts.update({key: stand_in[key] for key in ("recorded", "gpu", "nvcc")})
-    return facts
+    return {**facts, **(stand_in or {})}
 
 
 def write(path: Path, text: str) -> None:
@@ -129,6 +131,8 @@ def main() -> None:
             "root": {"type": "path", "required": True},
             "verdict_file": {"type": "path", "required": True},
             "stand_in": {"type": "dict"},
+            # Long, so it is kept out of the host's log.
+            "pynvml": {"type": "str", "no_log": True},
             "enforce": {"type": "bool", "default": True},
         },
         supports_check_mode=True,
@@ -139,7 +143,7 @@ def main() -> None:
         module.fail_json(
             msg=f"{module.params['host']}: gpu_host_facts_file is no recording; expected what gpu_host_gather.py --record writes"
         )
-    facts = facts_for(wanted, module.params["root"], stand_in)
+    facts = facts_for(wanted, module.params["root"], stand_in, module.params["pynvml"])
     verdict = judge(module.params["host"], wanted, facts)
     python = next((one for one in facts["pythons"] if one["venv"]), None)
     result = {

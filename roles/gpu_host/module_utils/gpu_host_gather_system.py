@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The system around the kernel: distribution, systemd, memory nodes, limits, the clock, Secure Boot."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import re
+import time
+from pathlib import Path
+
+from ansible.module_utils.gpu_host_gather_base import Facts, read, run, table, which, whole
+
+UNSYNCHRONIZED = 0x40  # STA_UNSYNC of <sys/timex.h>
+CLOCK_SERVICES = {
+    "chronyd": "chrony",
+    "systemd-timesyn": "systemd-timesyncd",  # the kernel cuts names at 15 letters
+    "ntpd": "ntpd",
+    "ntpsec": "ntpd",
+    "phc2sys": "phc2sys",
+}
+BUILD_FILES = ("/etc/os-release", "/var/lib/dpkg/status", "/var/lib/rpm/rpmdb.sqlite", "/etc/machine-id")
+SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+
+
+def gather_platform() -> Facts:
+    """`{arch, glibc, kernel, os, apt}`; glibc is None on another C library."""
+    library, version = platform.libc_ver()
+    try:
+        release = platform.freedesktop_os_release()
+    except OSError:
+        release = {}
+    return {
+        "arch": platform.machine(),
+        "glibc": version if library == "glibc" else None,
+        "kernel": platform.release(),
+        "os": f"{release.get('ID', 'unknown')} {release.get('VERSION_ID', '')}".strip(),
+        "apt": which("apt-get") is not None,
+    }
+
+
+def parse_systemd(text: str) -> int | None:
+    """252 from the first line of `systemctl --version`."""
+    found = re.match(r"systemd (\d+)", text)
+    return int(found.group(1)) if found else None
+
+
+def gather_systemd() -> Facts:
+    """`{version, running}`; running is false in a container whose process 1 is something else."""
+    return {
+        "version": parse_systemd(run(["systemctl", "--version"])[1]),
+        "running": Path("/run/systemd/system").is_dir(),
+    }
+
+
+def gather_numa() -> list[Facts]:
+    """`[{node, cpus, memory_total, memory_free}]` in order of the nodes."""
+    nodes = []
+    for folder in Path("/sys/devices/system/node").glob("node[0-9]*"):
+        memory = table(read(folder / "meminfo"))
+        nodes.append(
+            {
+                "node": int(folder.name.removeprefix("node")),
+                "cpus": read(folder / "cpulist") or "",
+                "memory_total": memory.get("MemTotal"),
+                "memory_free": memory.get("MemFree"),
+            }
+        )
+    return sorted(nodes, key=lambda one: one["node"])
+
+
+# --- limits -------------------------------------------------------------------------------------
+
+
+def parse_limit(text: str | None, name: str) -> int | None:
+    """The hard limit of a row of /proc/PID/limits, -1 for unlimited: what root can raise a unit's limit to."""
+    found = re.search(rf"^{re.escape(name)}\s+\S+\s+(\S+)", text or "", re.MULTILINE)
+    if not found:
+        return None
+    return -1 if found.group(1) == "unlimited" else whole(found.group(1))
+
+
+def gather_limits() -> Facts:
+    """Limits of process 1, which units inherit, and those of the whole system; memory in bytes."""
+    first = read("/proc/1/limits")
+    memory = table(read("/proc/meminfo"))
+    tasks = [whole(read("/sys/fs/cgroup/pids.max")), whole(read("/proc/sys/kernel/pid_max"))]
+    return {
+        "pid1_nofile": parse_limit(first, "Max open files"),
+        "pid1_memlock": parse_limit(first, "Max locked memory"),
+        "fs_nr_open": whole(read("/proc/sys/fs/nr_open")),
+        "fs_file_max": whole(read("/proc/sys/fs/file-max")),
+        "pids_max": min((number for number in tasks if number is not None), default=None),
+        "map_count": whole(read("/proc/sys/vm/max_map_count")),
+        "swap_total": memory.get("SwapTotal"),
+        "memory_total": memory.get("MemTotal"),
+        "memory_available": memory.get("MemAvailable"),
+        "overcommit": whole(read("/proc/sys/vm/overcommit_memory")),
+    }
+
+
+# --- clock --------------------------------------------------------------------------------------
+
+
+class Timex(ctypes.Structure):
+    """struct timex of <sys/timex.h> on 64-bit Linux, as far as its status, with room for the rest."""
+
+    _fields_ = [
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_byte * 256),
+    ]
+
+
+def kernel_synchronized() -> bool | None:
+    """Whether something disciplines the kernel's clock; asks only, as modes is 0."""
+    timex = Timex()
+    if ctypes.CDLL(None).adjtimex(ctypes.byref(timex)) < 0:
+        return None
+    return not timex.status & UNSYNCHRONIZED
+
+
+def clock_service(names: set[str]) -> str | None:
+    """The clock service among process names."""
+    return next((service for name, service in CLOCK_SERVICES.items() if name in names), None)
+
+
+def gather_clock() -> Facts:
+    """`{synchronized, source, year, before_build}`; before_build: the clock is earlier than this system's own files."""
+    names = {name for name in (read(path) for path in Path("/proc").glob("[0-9]*/comm")) if name}
+    times = [Path(path).stat().st_mtime for path in BUILD_FILES if Path(path).exists()]
+    now = time.time()
+    return {
+        "synchronized": kernel_synchronized(),
+        "source": clock_service(names),
+        "year": time.gmtime(now).tm_year,
+        "before_build": now < max(times) if times else None,
+    }
+
+
+def parse_secure_boot(variable: bytes | None) -> bool | None:
+    """Secure Boot from its EFI variable: four bytes of attributes, then 1 or 0."""
+    return bool(variable[4]) if variable is not None and len(variable) == 5 else None
+
+
+def gather_secure_boot() -> bool | None:
+    """Whether the kernel loads signed modules only; None without EFI or the right to look."""
+    try:
+        return parse_secure_boot(Path(SECURE_BOOT).read_bytes())
+    except OSError:
+        return None
