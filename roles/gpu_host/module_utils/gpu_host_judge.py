@@ -10,6 +10,7 @@ from ansible.module_utils import (
     gpu_host_rules_driver,
     gpu_host_rules_flags,
     gpu_host_rules_gpus,
+    gpu_host_rules_health,
     gpu_host_rules_hybrid,
     gpu_host_rules_instances,
     gpu_host_rules_inventory,
@@ -18,6 +19,8 @@ from ansible.module_utils import (
     gpu_host_rules_notes,
     gpu_host_rules_room,
     gpu_host_rules_system,
+    gpu_host_rules_toolchain,
+    gpu_host_rules_topology,
 )
 from ansible.module_utils.gpu_host_rules import BLOCK, CAPABILITIES, INFO, PROFILES, RULES, WARN, Case, Map, merge
 
@@ -28,6 +31,9 @@ SUBJECTS = (
     gpu_host_rules_flags,
     gpu_host_rules_driver,
     gpu_host_rules_gpus,
+    gpu_host_rules_health,
+    gpu_host_rules_topology,
+    gpu_host_rules_toolchain,
     gpu_host_rules_system,
     gpu_host_rules_room,
     gpu_host_rules_network,

@@ -216,3 +216,8 @@ def on_metal(case: Case, fix: str) -> str:
     """A fix that needs the hardware or its firmware."""
     kind = inside(case)
     return f"On the machine that runs this {'VM' if kind == 'vm' else kind}: {fix}" if kind else fix
+
+
+def kernel(case: Case) -> Map:
+    """Facts of the kernel; empty where they were not recorded."""
+    return dict(case.facts.get("kernel") or {})

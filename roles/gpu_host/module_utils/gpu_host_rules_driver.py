@@ -1,14 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about the driver and what compiles kernels: nvcc, C compiler, Python headers."""
+"""Rules about the driver: there, one version of it, new enough, loaded by the kernel."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from ansible.module_utils.gpu_host_rules import BLOCK, Case, Hit, on_gpus, rule, version
+from ansible.module_utils.gpu_host_rules import (
+    BLOCK,
+    INFO,
+    WARN,
+    Case,
+    Hit,
+    inside,
+    kernel,
+    on_gpus,
+    on_kernel,
+    rule,
+    version,
+)
 
 MIN_CUDA_DRIVER = "13.0"  # torch of the lock is built for CUDA 13.0
-MIN_NVCC = {"sm120": "12.9", "sm100": "12.9", "sm90": "12.4"}
+# Folders of NVIDIA's package repository: https://developer.download.nvidia.com/compute/cuda/repos/, 2026-11.
+REPOSITORIES = {"ubuntu 22.04": "ubuntu2204", "ubuntu 24.04": "ubuntu2404", "debian 12": "debian12"}
+REPOSITORY = "https://developer.download.nvidia.com/compute/cuda/repos"
+INSTALL_GUIDE = "https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/"
+
+
+def from_nvidia(case: Case, package: str) -> str:
+    """The command that installs a package of NVIDIA's repository on this distribution."""
+    platform = case.facts["platform"]
+    folder = REPOSITORIES.get(str(platform.get("os")))
+    if folder is None:
+        return f"install the package {package} from {REPOSITORY} with this distribution's package manager"
+    arch = "sbsa" if platform["arch"] == "aarch64" else "x86_64"
+    keyring = "cuda-keyring_1.1-1_all.deb"
+    return (
+        f"`curl -fsSLO {REPOSITORY}/{folder}/{arch}/{keyring} && dpkg -i {keyring} && apt-get update && "
+        f"apt-get install -y {package}`"
+    )
+
+
+def no_driver_cause(case: Case) -> str | None:
+    """Id of the rule that explains why no GPU is seen; None where GPUs are seen, or nothing explains it."""
+    if case.wanted.get("profile") == "cpu" or case.gpus:
+        return None
+    gpu, modules = case.facts.get("gpu", {}), kernel(case).get("modules") or {}
+    told = f"{gpu.get('error') or ''} {(gpu.get('nvml') or {}).get('error') or ''}"
+    if re.search(r"version mismatch|LibRmVersionMismatch", told, re.IGNORECASE):
+        return "driver-mismatch"
+    if kernel(case).get("nouveau") and not modules.get("nvidia"):
+        return "driver-nouveau"
+    if case.facts.get("secure_boot") and gpu.get("nvidia_smi") and kernel(case) and not modules.get("nvidia"):
+        return "driver-unsigned"
+    return None
+
+
+def lost(case: Case) -> str | None:
+    """The driver's word on a GPU that it knows of and cannot reach, while others answer."""
+    error = str((case.facts.get("gpu", {}).get("nvml") or {}).get("error") or "")
+    return error if on_gpus(case) and error.startswith("device ") else None
+
+
+@rule(
+    "driver-mismatch",
+    BLOCK,
+    "The kernel runs the module of one driver while the libraries on disk are another's, as after an upgrade without a reboot; "
+    "they refuse each other.",
+    source="https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceEnumvs.html",
+)
+def driver_mismatch(case: Case) -> Iterator[Hit]:
+    """Kernel module and libraries are of one version."""
+    if no_driver_cause(case) != "driver-mismatch":
+        return
+    gpu = case.facts["gpu"]
+    loaded = (kernel(case).get("modules") or {}).get("nvidia") or "another version"
+    if inside(case) == "container":
+        fix = "Restart this container, so that it gets the libraries of the driver that runs now; `nvidia-smi` has to work in it."
+    else:
+        fix = "Load the new module: `systemctl reboot`."
+    told = gpu.get("error") or (gpu.get("nvml") or {}).get("error")
+    yield Hit("the NVIDIA driver", f"kernel module {loaded}, but: {told}", "module and libraries of one version", fix)
+
+
+@rule(
+    "driver-nouveau",
+    BLOCK,
+    "While the kernel's own nouveau driver holds the cards, NVIDIA's cannot be loaded.",
+    source=INSTALL_GUIDE,
+)
+def driver_nouveau(case: Case) -> Iterator[Hit]:
+    """Nouveau is not what drives the cards."""
+    if no_driver_cause(case) != "driver-nouveau":
+        return
+    smi = case.facts["gpu"].get("nvidia_smi")
+    install = "" if smi else f"Install NVIDIA's driver: {from_nvidia(case, 'nvidia-open')}. "
+    block = (
+        "`printf 'blacklist nouveau\\noptions nouveau modeset=0\\n' > /etc/modprobe.d/blacklist-nouveau.conf && "
+        "update-initramfs -u && systemctl reboot`"
+    )
+    yield Hit(
+        "the kernel",
+        "module nouveau is loaded, nvidia is not",
+        "module nvidia",
+        on_kernel(case, f"{install}Keep nouveau out: {block}"),
+    )
+
+
+@rule(
+    "driver-unsigned",
+    BLOCK,
+    "With secure boot on, the kernel loads signed modules only; the driver's programs are here, its module is not loaded.",
+    source=INSTALL_GUIDE,
+)
+def driver_unsigned(case: Case) -> Iterator[Hit]:
+    """Secure boot does not keep the module out."""
+    if no_driver_cause(case) != "driver-unsigned":
+        return
+    yield Hit(
+        "the NVIDIA driver",
+        "secure boot is on and module nvidia is not loaded",
+        "the module loaded",
+        on_kernel(
+            case,
+            "See the refusal (`modprobe nvidia; dmesg | tail`). If it says key or signature, enrol the key that signed it: "
+            "`mokutil --import /var/lib/shim-signed/mok/MOK.der` (Ubuntu) or `mokutil --import /var/lib/dkms/mok.pub` (Debian), "
+            "`systemctl reboot`, and confirm on the console; or switch secure boot off in the firmware.",
+        ),
+    )
 
 
 @rule(
@@ -22,7 +141,7 @@ def driver_old(case: Case) -> Iterator[Hit]:
     if not on_gpus(case):
         return
     gpu, least = case.facts["gpu"], str(case.wanted.get("min_driver"))
-    fix = f"Install NVIDIA driver {least} or newer and reboot; in a container it has to equal the outer host's."
+    fix = on_kernel(case, f"Install the newest driver: {from_nvidia(case, 'nvidia-open')}, then `systemctl reboot`.")
     if version(gpu.get("driver")) < version(least):
         yield Hit("the NVIDIA driver", str(gpu.get("driver")), f"{least} or newer", fix)
     elif gpu.get("cuda_driver") and version(gpu["cuda_driver"]) < version(MIN_CUDA_DRIVER):
@@ -30,67 +149,38 @@ def driver_old(case: Case) -> Iterator[Hit]:
 
 
 @rule(
-    "nvcc-missing",
-    BLOCK,
-    "Kernels that no wheel carries are compiled at the first start, and deep_gemm refuses to be imported without a CUDA folder.",
-    source="https://docs.flashinfer.ai/installation.html",
+    "nvml-missing",
+    INFO,
+    "Health, links and memory errors of GPUs are read through NVML; without it their checks have nothing to look at and hold.",
+    source="https://docs.nvidia.com/deploy/nvml-api/",
 )
-def nvcc_missing(case: Case) -> Iterator[Hit]:
-    """A GPU host has nvcc."""
-    if on_gpus(case) and not case.facts.get("nvcc"):
+def nvml_missing(case: Case) -> Iterator[Hit]:
+    """NVML answers where nvidia-smi does."""
+    nvml = case.facts.get("gpu", {}).get("nvml") or {}
+    if on_gpus(case) and nvml.get("error") and not lost(case):
         yield Hit(
-            "nvcc",
-            "not found on PATH or in /usr/local/cuda/bin",
-            "nvcc of CUDA 13.0",
-            "Install the CUDA 13.0 compiler (package cuda-nvcc-13-0 of NVIDIA's repository).",
+            "NVML",
+            str(nvml["error"]),
+            "answers, as nvidia-smi does",
+            "Compare with `nvidia-smi -q | head` and `ldconfig -p | grep libnvidia-ml` on the host.",
         )
 
 
 @rule(
-    "nvcc-old",
-    BLOCK,
-    "This nvcc cannot build for the GPU, so just-in-time compilation fails, or falls back without a word.",
-    source="https://github.com/flashinfer-ai/flashinfer/issues/3675",
+    "libcuda-hidden",
+    WARN,
+    "The engine's units find the driver's library through the loader's cache; a login shell's LD_LIBRARY_PATH is not theirs.",
+    source="https://man7.org/linux/man-pages/man8/ldconfig.8.html",
 )
-def nvcc_old(case: Case) -> Iterator[Hit]:
-    """The nvcc that is found can build for the profile."""
-    nvcc = case.facts.get("nvcc")
-    least = MIN_NVCC.get(case.profile or "")
-    if on_gpus(case) and nvcc and least and version(nvcc.get("version")) < version(least):
-        yield Hit(
-            "nvcc",
-            f"{nvcc.get('version')} at {nvcc['path']}",
-            f"{least} or newer for {case.profile}",
-            "Install the CUDA 13.0 compiler (package cuda-nvcc-13-0) and remove the old one from PATH.",
-        )
-
-
-@rule(
-    "compiler-missing",
-    BLOCK,
-    "Triton compiles its launcher with the host's C compiler at the first start.",
-    source="https://triton-lang.org/main/getting-started/installation.html",
-)
-def compiler_missing(case: Case) -> Iterator[Hit]:
-    """A C compiler on a GPU host; where apt is, the build installs one."""
-    if on_gpus(case) and not case.facts.get("compiler") and not case.facts["platform"]["apt"]:
-        yield Hit("the C compiler", "no cc, gcc or clang", "a C compiler", "Install gcc and the C library's headers.")
-
-
-@rule(
-    "python-headers-missing",
-    BLOCK,
-    "Triton's launcher includes Python.h when it is compiled at the first start.",
-    source="https://triton-lang.org/main/getting-started/installation.html",
-)
-def python_headers_missing(case: Case) -> Iterator[Hit]:
-    """Python.h of the chosen interpreter on a GPU host; the build installs python3-dev, which serves the system's own only."""
-    python = next((one for one in case.facts["pythons"] if one["venv"]), None)
-    installed = case.facts["platform"]["apt"] and bool(python and python["system"])
-    if on_gpus(case) and python and not python["headers"] and not installed:
-        yield Hit(
-            "Python.h",
-            f"not installed for {python['path']}",
-            f"the headers of Python {python['version']}",
-            f"Install python{python['version']}-dev, or the like for this interpreter.",
-        )
+def libcuda_hidden(case: Case) -> Iterator[Hit]:
+    """The loader knows libcuda.so.1 on a GPU host."""
+    libraries = case.facts.get("libraries") or {}
+    if on_gpus(case) and "libcuda.so.1" in libraries and libraries["libcuda.so.1"] is None:
+        folder = "/usr/local/nvidia/lib64"
+        if str(case.facts["gpu"].get("nvidia_smi")).startswith("/usr/local/nvidia/"):
+            fix = f"`echo {folder} > /etc/ld.so.conf.d/nvidia.conf && ldconfig`"
+        elif inside(case) == "container":
+            fix = "Start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility, then `ldconfig` in it"
+        else:
+            fix = f"Install the driver's libraries again: {from_nvidia(case, 'nvidia-open')}, then `ldconfig`"
+        yield Hit("libcuda.so.1", "not known to the loader (`ldconfig -p`)", "known", f"{fix}.")

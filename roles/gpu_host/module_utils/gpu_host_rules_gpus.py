@@ -12,13 +12,19 @@ from ansible.module_utils.gpu_host_rules import (
     WARN,
     Case,
     Hit,
+    Map,
+    called,
+    inside,
     label,
     on_gpus,
+    on_kernel,
+    on_metal,
     ours,
     rule,
     version,
     wanted_gpus,
 )
+from ansible.module_utils.gpu_host_rules_driver import from_nvidia, lost, no_driver_cause
 
 
 @rule(
@@ -29,18 +35,21 @@ from ansible.module_utils.gpu_host_rules import (
 )
 def gpu_none(case: Case) -> Iterator[Hit]:
     """A host without GPUs is refused unless the inventory says cpu."""
-    if case.wanted.get("profile") == "cpu" or case.gpus:
+    if case.wanted.get("profile") == "cpu" or case.gpus or no_driver_cause(case):
         return
     gpu = case.facts.get("gpu", {})
     if gpu.get("error"):
-        observed, fix = f"nvidia-smi fails: {gpu['error']}", "Repair the driver until `nvidia-smi` works on the host."
+        observed = f"nvidia-smi fails: {gpu['error']}"
+        fix = "Repair the driver until `nvidia-smi` works: `dmesg | grep -i nvrm` says why it does not."
     elif gpu.get("nvidia_smi"):
-        observed, fix = (
-            "nvidia-smi lists no GPU",
-            "Check that the GPUs are seated and given to this host (`lspci -d 10de:`).",
-        )
+        observed = "the driver lists no GPU"
+        fix = "See whether the cards are given to this host (`lspci -d 10de:`) and driven (`dmesg | grep -i nvrm`)."
     else:
-        observed, fix = "no nvidia-smi, so no NVIDIA driver", "Install the NVIDIA driver 580 or newer."
+        cards = gpu.get("on_bus") or []
+        observed = "no nvidia-smi, so no NVIDIA driver" + (f", for {len(cards)} cards on the bus" if cards else "")
+        fix = f"Install the driver: {from_nvidia(case, 'nvidia-open')}, then `systemctl reboot`."
+        if inside(case) == "container":
+            fix = "Start the container with its GPUs (`--gpus all`, or nvidia.runtime: true for LXC), so that `nvidia-smi` works."
     yield Hit(
         "the host",
         observed,
@@ -130,6 +139,23 @@ def gpu_unknown(case: Case) -> Iterator[Hit]:
 
 
 @rule(
+    "gpu-lost",
+    BLOCK,
+    "One GPU does not answer. Indices count those that do, so they may mean other cards than the inventory does, and CUDA may "
+    "not start on any of them.",
+    source="https://docs.nvidia.com/deploy/gpu-debug-guidelines/index.html",
+)
+def gpu_lost(case: Case) -> Iterator[Hit]:
+    """Every GPU that the driver knows answers it."""
+    told = lost(case)
+    if told:
+        fix = (
+            "`systemctl reboot`; if it stays away, switch the machine off and on and look at the card's seat and power"
+        )
+        yield Hit("the host's GPUs", f"{len(case.gpus)} answer, but {told}", "all of them", f"{on_metal(case, fix)}.")
+
+
+@rule(
     "gpu-busy",
     BLOCK,
     "The engine sizes its KV cache by the memory it finds; beside another process it fails or starves it.",
@@ -137,19 +163,55 @@ def gpu_unknown(case: Case) -> Iterator[Hit]:
 )
 def gpu_busy(case: Case) -> Iterator[Hit]:
     """No process outside of our units is on a wanted GPU."""
+    for gpu, process in _strangers(case):
+        if process.get("orphan"):
+            continue
+        pid, unit = process.get("pid"), process.get("unit")
+        who = f"process {pid} ({process.get('name')})" if pid else "a process of another container"
+        told = f"{who}{f' of {unit}' if unit else ''}{_owner(process)} holds {process['memory_mib']} MiB"
+        end = "Find it on the machine that runs this container (`nvidia-smi`) and end it"
+        if pid:
+            end = f"End it on the host (`{f'systemctl stop {unit}' if unit else f'kill {pid}'}`)"
+        yield Hit(
+            f"GPU {gpu['index']} ({gpu['uuid']})",
+            told,
+            "no other process on it",
+            f"{end}, or leave GPU {gpu['index']} out of gpus in {case.where}.",
+        )
+
+
+@rule(
+    "gpu-orphan",
+    BLOCK,
+    "An engine's workers can outlive the process that started them and keep the GPU's memory until they are killed.",
+    source="https://github.com/sgl-project/sglang/issues/23627",
+)
+def gpu_orphan(case: Case) -> Iterator[Hit]:
+    """No process whose parent is gone is on a wanted GPU."""
+    for gpu, process in _strangers(case):
+        if process.get("orphan"):
+            pid = process["pid"]
+            held = f"holds {process['memory_mib']} MiB, and what started it is gone"
+            yield Hit(
+                f"GPU {gpu['index']} ({gpu['uuid']})",
+                f"process {pid} ({process['name']}){_owner(process)} {held}",
+                "no process that was left behind",
+                f"See what it was (`ps -o user,lstart,args -p {pid}`), then `kill {pid}`; if it is still there after some "
+                f"seconds, `kill -KILL {pid}`.",
+            )
+
+
+def _strangers(case: Case) -> Iterator[tuple[Map, Map]]:
+    """(GPU, process) of wanted GPUs and what is on them without being ours."""
     wanted = {gpu["uuid"]: gpu for gpu in wanted_gpus(case)}
     for process in case.facts.get("gpu", {}).get("processes", []):
         gpu = wanted.get(process["gpu_uuid"])
         if gpu and not ours(process):
-            unit = f" of {process['unit']}" if process.get("unit") else ""
-            observed = f"process {process['pid']} ({process['name']}){unit} holds {process['memory_mib']} MiB"
-            fix = f"systemctl stop {process['unit']}" if process.get("unit") else f"kill {process['pid']}"
-            yield Hit(
-                f"GPU {gpu['index']} ({gpu['uuid']})",
-                observed,
-                "no other process on it",
-                f"End it on the host (`{fix}`) or leave GPU {gpu['index']} out of gpus in {case.where}.",
-            )
+            yield gpu, process
+
+
+def _owner(process: Map) -> str:
+    return f" of user {process['user']}" if process.get("user") else ""
 
 
 @rule(
@@ -164,9 +226,60 @@ def gpu_memory_held(case: Case) -> Iterator[Hit]:
     for gpu in wanted_gpus(case):
         used = gpu.get("memory_used_mib") or 0
         if gpu["uuid"] not in holders and used > 1024:
+            look = "`nvidia-smi` and `fuser -v /dev/nvidia*` name it"
+            where = "On the machine that runs this container" if inside(case) == "container" else "On the host"
             yield Hit(
                 f"GPU {gpu['index']} ({gpu['uuid']})",
                 f"{used} MiB used and no process seen",
                 "less than 1024 MiB used",
-                "Look for the holder on the outer host (`nvidia-smi`, `fuser -v /dev/nvidia*`).",
+                f"{where}, look for the holder ({look}) and end it; if there is none: "
+                f"`nvidia-smi -i {gpu['uuid']} --gpu-reset`.",
             )
+
+
+@rule(
+    "gpu-mig",
+    BLOCK,
+    "A GPU in MIG mode is used in slices; an instance is bound to whole GPUs and would get one slice, or nothing.",
+    source="https://docs.nvidia.com/datacenter/tesla/mig-user-guide/",
+)
+def gpu_mig(case: Case) -> Iterator[Hit]:
+    """MIG is off on wanted GPUs."""
+    for gpu in wanted_gpus(case):
+        if gpu.get("mig"):
+            fix = f"`nvidia-smi -i {gpu['uuid']} -mig 0`, with nothing running on it; it may want `systemctl reboot` afterwards"
+            yield Hit(
+                called(gpu),
+                "MIG mode is on",
+                "MIG mode off",
+                f"{on_kernel(case, fix)}; or leave it out of gpus in {case.where}.",
+            )
+
+
+@rule(
+    "gpu-compute-prohibited",
+    BLOCK,
+    "In this compute mode no program may use the GPU for computing.",
+    source="https://docs.nvidia.com/deploy/nvidia-smi/",
+)
+def gpu_compute_prohibited(case: Case) -> Iterator[Hit]:
+    """Wanted GPUs take compute work."""
+    yield from _compute_mode(case, "prohibited")
+
+
+@rule(
+    "gpu-compute-exclusive",
+    WARN,
+    "One process at a time may use the GPU: a second process of an engine, or the next one while the last goes down, is refused.",
+    source="https://docs.nvidia.com/deploy/nvidia-smi/",
+)
+def gpu_compute_exclusive(case: Case) -> Iterator[Hit]:
+    """Wanted GPUs take more than one process."""
+    yield from _compute_mode(case, "exclusive")
+
+
+def _compute_mode(case: Case, mode: str) -> Iterator[Hit]:
+    for gpu in wanted_gpus(case):
+        if gpu.get("compute_mode") == mode:
+            fix = on_kernel(case, f"`nvidia-smi -i {gpu['uuid']} -c DEFAULT`")
+            yield Hit(called(gpu), f"compute mode {mode}", "compute mode default", f"{fix}.")

@@ -5,8 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ansible.module_utils.gpu_host_rules import BLOCK, MODES, Case, Hit, Map, label, rule, shown
+from ansible.module_utils.gpu_host_rules import (
+    BLOCK,
+    GIB,
+    MODES,
+    WARN,
+    Case,
+    Hit,
+    Map,
+    args_of,
+    gpus_of,
+    label,
+    rule,
+    shown,
+    whole,
+)
 
+MIB = 1 << 20
+TIGHT = 0.85
 HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 - refused, not used
 
 
@@ -97,6 +113,93 @@ def _folder(case: Case, at: int, instance: Map, key: str) -> Iterator[Hit]:
             "a folder with config.json and weights",
             fix,
         )
+
+
+# Flags after which the weights in memory are no longer as large as the files.
+RESIZED_BY = ("quantization", "torchao-config", "cpu-offload-gb", "load-format", "dtype", "json-model-override-args")
+
+
+def weights(case: Case, instance: Map) -> int | None:
+    """Bytes of the weights as an instance holds them, its drafter's included; None where files do not tell."""
+    paths = [instance.get("model_path")] + (
+        [instance.get("draft_model_path")] if instance.get("mode") != "baseline" else []
+    )
+    models = [case.model(path) for path in paths]
+    if set(args_of(instance)) & set(RESIZED_BY) or not all(model and model.get("weights") for model in models):
+        return None
+    # The engine loads float32 files as 16 bits unless it is told otherwise.
+    return sum(model["weights"] // (2 if "32" in str(model.get("dtype")) else 1) for model in models if model)
+
+
+def _sizes(case: Case) -> Iterator[tuple[int, Map, int, int]]:
+    """Instances on GPUs: (position, instance, bytes of weights, bytes of GPU memory for one copy of them)."""
+    for at, instance in enumerate(case.instances):
+        gpus, need = gpus_of(case, instance), weights(case, instance)
+        sizes = [gpu.get("memory_total_mib") for gpu in gpus]
+        args = args_of(instance)
+        copies = next((args[name] for name in ("dp-size", "data-parallel-size") if name in args), 1)
+        if need and sizes and all(sizes) and whole(copies) and copies > 0:
+            shared = 1 if args.get("enable-dp-attention") else copies
+            yield at, instance, need, sum(size for size in sizes if size) * MIB // shared
+
+
+@rule(
+    "model-too-large",
+    BLOCK,
+    "Weights lie in GPU memory as a whole; what is left of it holds the KV cache.",
+    source="https://docs.sglang.ai/advanced_features/hyperparameter_tuning.html",
+)
+def model_too_large(case: Case) -> Iterator[Hit]:
+    """Target and drafter fit into the GPUs of their instance."""
+    for at, instance, need, have in _sizes(case):
+        if need > have:
+            count = -(-need * len(gpus_of(case, instance)) // int(have * TIGHT))
+            yield Hit(
+                label(instance, at),
+                f"{need / GIB:.1f} GiB of weights (target and drafter) for {have / GIB:.1f} GiB of GPU memory",
+                "weights that fit, and room beside them",
+                f"Give it {count} or more such GPUs (gpus, and args: {{tp-size: {count}}}) or a smaller model in {case.where}.",
+            )
+
+
+@rule(
+    "model-tight",
+    WARN,
+    "What the weights leave has to hold the KV cache, the states of the tree and CUDA graphs; too little ends the start.",
+    source="https://docs.sglang.ai/advanced_features/hyperparameter_tuning.html",
+)
+def model_tight(case: Case) -> Iterator[Hit]:
+    """A part of the GPUs' memory is left beside the weights."""
+    for at, instance, need, have in _sizes(case):
+        if have * TIGHT < need <= have:
+            yield Hit(
+                label(instance, at),
+                f"{need / GIB:.1f} GiB of weights leave {(have - need) / GIB:.1f} of {have / GIB:.1f} GiB of GPU memory",
+                f"{(1 - TIGHT) * 100:.0f} % left",
+                f"If its start runs out of memory: more GPUs, args: {{context-length: 8192}} or a smaller model in {case.where}.",
+            )
+
+
+@rule(
+    "ram-low",
+    WARN,
+    "Weights pass through the host's memory as they are loaded, and on the cpu profile they stay there.",
+    source="https://huggingface.co/docs/safetensors/index",
+)
+def ram_low(case: Case) -> Iterator[Hit]:
+    """The host's memory holds the weights of the largest instance."""
+    limits = case.facts.get("limits") or {}
+    have = (limits.get("memory_total") or 0) + (limits.get("swap_total") or 0)
+    for at, instance in enumerate(case.instances):
+        need = weights(case, instance)
+        if have and need and need > have:
+            yield Hit(
+                label(instance, at),
+                f"{need / GIB:.1f} GiB of weights, {have / GIB:.1f} GiB of memory and swap",
+                "memory for all of the weights",
+                "Add memory, or swap for the time of loading: `fallocate -l 64G /swapfile && chmod 600 /swapfile && mkswap "
+                "/swapfile && swapon /swapfile`; loading takes longer then.",
+            )
 
 
 @rule(

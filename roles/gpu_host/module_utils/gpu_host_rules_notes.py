@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ansible.module_utils.gpu_host_rules import INFO, WARN, Case, Hit, rule
+from ansible.module_utils.gpu_host_rules import INFO, WARN, Case, Hit, inside, kernel, rule
 
 
 @rule(
@@ -40,4 +40,30 @@ def cpu_profile(case: Case) -> Iterator[Hit]:
             "cpu",
             "a GPU profile for service",
             f"Remove gpu_host_profile from {case.where} on a GPU host.",
+        )
+
+
+OUTSIDE = {
+    "container": "kernel, driver, boot parameters, limits and the clock",
+    "vm": "firmware, PCIe slots, IOMMU and ACS of the machine",
+}
+
+
+@rule(
+    "host-guest",
+    INFO,
+    "What lies outside is the outer machine's: fixes of findings about it are to be done there.",
+    source="https://www.freedesktop.org/software/systemd/man/latest/systemd-detect-virt.html",
+)
+def host_guest(case: Case) -> Iterator[Hit]:
+    """The host is a machine of its own."""
+    kind = inside(case)
+    if kind:
+        name = kernel(case).get("virt_name")
+        word = "VM" if kind == "vm" else kind
+        yield Hit(
+            "the host",
+            f"a {word}" + (f" ({name})" if name else ""),
+            f"{OUTSIDE[kind]} can't be changed from inside",
+            "Nothing, or the outer machine: `systemd-detect-virt` on the host says what it is.",
         )

@@ -1,13 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about room: disk and /dev/shm."""
+"""Rules about room: disk, how it is mounted, /dev/shm, memory of the host."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ansible.module_utils.gpu_host_rules import BLOCK, GIB, WARN, Case, Hit, rule
+from ansible.module_utils.gpu_host_rules import (
+    BLOCK,
+    GIB,
+    INFO,
+    WARN,
+    Case,
+    Hit,
+    Map,
+    inside,
+    kernel,
+    on_kernel,
+    rule,
+    spans,
+)
 
 SHM = "/dev/shm"  # noqa: S108 - named, not written to
+
+MIN_CACHE = 2 * GIB  # compiled kernels of an instance
+NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "9p", "fuse.sshfs", "afs")
 
 
 @rule(
@@ -30,8 +46,30 @@ def disk_low(case: Case) -> Iterator[Hit]:
 )
 def disk_low_for_upgrade(case: Case) -> Iterator[Hit]:
     """Room for the next release on a host that already serves one."""
-    if case.facts.get("current"):
+    if case.facts.get("current") and case.facts["disk"]["free"] >= MIN_CACHE:
         yield from _disk(case)
+
+
+@rule(
+    "disk-full",
+    WARN,
+    "Kernels that are compiled at a start are kept in the release; without room the start fails, and so would a new release.",
+    source="docs/releases.md",
+)
+def disk_full(case: Case) -> Iterator[Hit]:
+    """Room for the caches of a host that already serves."""
+    disk = case.facts["disk"]
+    if case.facts.get("current") and disk["free"] < MIN_CACHE:
+        yield Hit(
+            f"the file system of {disk['path']}",
+            f"{disk['free'] / GIB:.1f} GiB free",
+            f"{MIN_CACHE / GIB:g} GiB for caches, {float(case.wanted.get('min_disk_gib') or 0):g} GiB for a new release",
+            _free_room(disk["path"]),
+        )
+
+
+def _free_room(path: str) -> str:
+    return f"Free or add room there; `du -xh --max-depth=3 {path} | sort -h | tail` shows what is large."
 
 
 def _disk(case: Case) -> Iterator[Hit]:
@@ -41,8 +79,59 @@ def _disk(case: Case) -> Iterator[Hit]:
             f"the file system of {disk['path']}",
             f"{disk['free'] / GIB:.1f} GiB free",
             f"{least:g} GiB free",
-            "Free or add room there (`du -xh --max-depth=2 / | sort -h | tail`).",
+            _free_room(disk["path"]),
         )
+
+
+@rule(
+    "root-read-only",
+    BLOCK,
+    "Releases are written there.",
+    source="https://man7.org/linux/man-pages/man8/mount.8.html",
+)
+def root_read_only(case: Case) -> Iterator[Hit]:
+    """The folder of releases can be written."""
+    root, mount = _root(case)
+    if "ro" in mount.get("options", ()):
+        look = f"`findmnt -T {root}` names the mount, `mount -o remount,rw MOUNT` changes it, /etc/fstab keeps it"
+        yield Hit(root, "mounted read-only", "mounted read-write", f"{look}; after disk errors look at `dmesg` first.")
+
+
+@rule(
+    "root-noexec",
+    BLOCK,
+    "Interpreter and libraries of a release, and the kernels it compiles, are executed from there.",
+    source="https://man7.org/linux/man-pages/man8/mount.8.html",
+)
+def root_noexec(case: Case) -> Iterator[Hit]:
+    """Files in the folder of releases may be executed."""
+    root, mount = _root(case)
+    if "noexec" in mount.get("options", ()):
+        look = f"`findmnt -T {root}` names the mount, `mount -o remount,exec MOUNT` changes it"
+        yield Hit(root, "mounted noexec", "mounted exec", f"{look}; take noexec out of its line in /etc/fstab.")
+
+
+@rule(
+    "root-network",
+    WARN,
+    "A start reads thousands of files and compiles into locked caches: slow over a network, and it hangs when the server does.",
+    source="https://man7.org/linux/man-pages/man5/nfs.5.html",
+)
+def root_network(case: Case) -> Iterator[Hit]:
+    """Releases lie on a disk of the host."""
+    root, mount = _root(case)
+    if mount.get("type") in NETWORK:
+        yield Hit(
+            root,
+            f"on {mount['type']}",
+            "a file system of the host's own",
+            f"Mount a local disk at {root} (a line in /etc/fstab, then `mount {root}`) before the first release is built.",
+        )
+
+
+def _root(case: Case) -> tuple[str, Map]:
+    root = str(case.wanted.get("root") or "/opt/sglang-fleet")
+    return root, (case.facts.get("mounts") or {}).get(root) or {}
 
 
 @rule(
@@ -52,14 +141,36 @@ def _disk(case: Case) -> Iterator[Hit]:
     source="https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
 )
 def shm_low(case: Case) -> Iterator[Hit]:
-    """Room in /dev/shm."""
+    """Room in /dev/shm, more for instances on several GPUs."""
     shm, least = case.facts.get("shm"), float(case.wanted.get("min_shm_gib") or 0)
+    ranks = max((len(gpus) for _, _, gpus in spans(case)), default=0)
+    least = max(least, float(ranks))  # NCCL's guide gives a container 1 GB; each rank has segments for its peers
     if shm is None:
-        yield Hit(SHM, "missing", "a tmpfs", "mount -t tmpfs tmpfs /dev/shm")
+        yield Hit(SHM, "missing", "a tmpfs", f"`mkdir -p {SHM} && mount -t tmpfs tmpfs {SHM}`")
     elif shm["total"] < least * GIB:
+        fix = f"`mount -o remount,size={least:g}G {SHM}`, and the same size in /etc/fstab"
+        if inside(case) == "container":
+            fix += f"; if that is refused, start the container with `--shm-size={least:g}g`"
+        why = f", for an instance on {ranks} GPUs" if ranks and least == ranks else ""
+        yield Hit(SHM, f"{shm['total'] / GIB:.2f} GiB in all", f"{least:g} GiB{why}", f"{fix}.")
+
+
+@rule(
+    "hugepages-idle",
+    INFO,
+    "Memory that is set aside as huge pages serves nothing else, and the engine does not ask for them.",
+    source="https://docs.kernel.org/admin-guide/mm/hugetlbpage.html",
+)
+def hugepages_idle(case: Case) -> Iterator[Hit]:
+    """Less than a tenth of the memory lies idle as reserved huge pages."""
+    pages = kernel(case).get("hugepages") or {}
+    free = (pages.get("free") or 0) * (pages.get("size") or 0)
+    total = (case.facts.get("limits") or {}).get("memory_total") or 0
+    if total and free > total / 10:
+        fix = "`sysctl -w vm.nr_hugepages=0`, and out of /etc/sysctl.d and the kernel's command line"
         yield Hit(
-            SHM,
-            f"{shm['total'] / GIB:.2f} GiB in all",
-            f"{least:g} GiB",
-            f"mount -o remount,size={least:g}G /dev/shm, and the same in /etc/fstab.",
+            "huge pages",
+            f"{free / GIB:.1f} of {total / GIB:.1f} GiB set aside and unused",
+            "none that nobody uses",
+            f"If no other program needs them: {on_kernel(case, fix)}.",
         )

@@ -5,9 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ansible.module_utils.gpu_host_rules import BLOCK, Case, Hit, rule, version
+from ansible.module_utils.gpu_host_rules import BLOCK, INFO, WARN, Case, Hit, inside, kernel, on_kernel, rule, version
 
 ARCHITECTURES = ("x86_64", "aarch64")
+# Python of a distribution, where the lock is made for it.
+SYSTEM_PYTHON = {"ubuntu 24.04": "3.12", "debian 12": "3.11"}
+MIN_NOFILE = 4096
+MIN_PIDS = 2048  # threads and processes of an instance, its compilers included
+MIN_MAPS = 65530  # what kernels come with
+MIN_YEAR = 2026  # this software is not older
+SYSCTL = "/etc/sysctl.d/60-sglang.conf"
 MIN_GLIBC = "2.34"  # the newest that a wheel of the lock asks for: engines/*/files.json
 
 
@@ -21,7 +28,12 @@ def arch_unsupported(case: Case) -> Iterator[Hit]:
     """x86_64 or aarch64."""
     arch = case.facts["platform"]["arch"]
     if arch not in ARCHITECTURES:
-        yield Hit("the host", arch, " or ".join(ARCHITECTURES), "Use a host of a supported architecture.")
+        yield Hit(
+            "the host",
+            arch,
+            " or ".join(ARCHITECTURES),
+            f"Take it out of the inventory beside {case.where}; `uname -m` names the architecture of a host.",
+        )
 
 
 @rule(
@@ -38,7 +50,7 @@ def glibc_old(case: Case) -> Iterator[Hit]:
             "the C library",
             f"glibc {glibc}" if glibc else "not glibc",
             f"glibc {MIN_GLIBC} or newer",
-            "Use Debian 12, Ubuntu 22.04 or newer.",
+            "Upgrade the distribution to Debian 12, Ubuntu 22.04 or newer (`ldd --version` shows its glibc).",
         )
 
 
@@ -56,14 +68,15 @@ def systemd(case: Case) -> Iterator[Hit]:
             "systemd",
             "does not run this host",
             f"systemd {least} or newer as process 1",
-            "Use a host, VM or system container that boots systemd.",
+            "Use a machine, VM or system container that boots systemd (LXC, podman with --systemd=always and /sbin/init as its "
+            "command): `ps -p 1 -o comm=` says systemd there.",
         )
     elif (found["version"] or 0) < least:
         yield Hit(
             "systemd",
             f"version {found['version']}",
             f"{least} or newer",
-            "Upgrade the distribution: Debian 12, Ubuntu 24.04 or newer.",
+            "Upgrade the distribution to Debian 12, Ubuntu 22.04 or newer (`systemctl --version` shows it).",
         )
 
 
@@ -75,12 +88,171 @@ def systemd(case: Case) -> Iterator[Hit]:
 )
 def python_missing(case: Case) -> Iterator[Hit]:
     """One wanted interpreter with the venv module."""
-    wanted = case.wanted.get("pythons") or []
-    if not any(python["venv"] for python in case.facts["pythons"]):
-        observed = "without the venv module" if case.facts["pythons"] else "not found"
+    wanted, found = case.wanted.get("pythons") or [], case.facts["pythons"]
+    if not any(python["venv"] for python in found):
+        observed = f"{found[0]['path']} without the venv module" if found else "not found"
+        yield Hit("Python", observed, " or ".join(wanted) + " with its venv module", _install_python(case))
+
+
+def _install_python(case: Case) -> str:
+    found, system = case.facts["pythons"], str(case.facts["platform"].get("os"))
+    version_ = (
+        found[0]["version"] if found else SYSTEM_PYTHON.get(system) or (case.wanted.get("pythons") or ["3.12"])[0]
+    )
+    packages = f"python{version_} python{version_}-venv"
+    if case.facts["platform"]["apt"] and (found or system in SYSTEM_PYTHON):
+        return f"`apt-get update && apt-get install -y {packages}`"
+    if system.startswith("ubuntu"):
+        add = "add-apt-repository -y ppa:deadsnakes/ppa"
+        return f"`{add} && apt-get install -y {packages} python{version_}-dev` (this Ubuntu has none of its own)"
+    works = f"so that `python{version_} -m venv --help` works"
+    return f"Install Python {version_} {works}, for example `dnf install -y python{version_}`."
+
+
+# --- what the wheels load -----------------------------------------------------------------------
+
+# Library: its package for apt and for dnf, and whether the build installs it where apt is (sglang_venv_packages and what
+# gcc brings along).
+LIBRARIES = {
+    "libnuma.so.1": ("libnuma1", "numactl-libs", True),
+    "libgcc_s.so.1": ("libgcc-s1", "libgcc", True),
+    "libstdc++.so.6": ("libstdc++6", "libstdc++", False),
+}
+
+
+@rule(
+    "library-missing",
+    BLOCK,
+    "A wheel of the lock loads this library of the system; without it the engine's import fails.",
+    source="https://github.com/sgl-project/sglang/pull/15355",
+)
+def library_missing(case: Case) -> Iterator[Hit]:
+    """System libraries that no wheel carries are there, or come with the build."""
+    apt = case.facts["platform"]["apt"]
+    for name, path in (case.facts.get("libraries") or {}).items():
+        known = LIBRARIES.get(name)
+        if path is None and known and not (apt and known[2]):
+            command = f"apt-get install -y {known[0]}" if apt else f"dnf install -y {known[1]}"
+            yield Hit(name, "not known to the loader (`ldconfig -p`)", "installed", f"`{command}`")
+
+
+# --- limits -------------------------------------------------------------------------------------
+
+
+def _limit(case: Case, name: str) -> int | None:
+    value = (case.facts.get("limits") or {}).get(name)
+    return value if isinstance(value, int) else None
+
+
+@rule(
+    "nofile-low",
+    WARN,
+    "Every connection is a file. The unit asks for 1048576; a container's own limit cuts that silently.",
+    source="https://www.freedesktop.org/software/systemd/man/latest/systemd.exec.html",
+)
+def nofile_low(case: Case) -> Iterator[Hit]:
+    """Room for connections under the container's limit."""
+    limit = _limit(case, "pid1_nofile")
+    if inside(case) == "container" and limit is not None and 0 <= limit < MIN_NOFILE:
+        fix = "Start the container with `docker run --ulimit nofile=1048576` or the like (LXC: `lxc.prlimit.nofile: 1048576`)."
+        yield Hit("the limit of open files", str(limit), f"{MIN_NOFILE} or more", fix)
+
+
+@rule(
+    "pids-low",
+    WARN,
+    "An engine has hundreds of threads, and its compilers start more; beyond the limit they fail.",
+    source="https://docs.kernel.org/admin-guide/cgroup-v2.html",
+)
+def pids_low(case: Case) -> Iterator[Hit]:
+    """Room for the threads of all instances."""
+    limit, least = _limit(case, "pids_max"), MIN_PIDS * max(1, len(case.instances))
+    if limit is not None and limit < least:
+        fix = f"`sysctl -w kernel.pid_max=4194304` and the same line in {SYSCTL}"
+        if inside(case) == "container":
+            fix = "Start the container with `docker run --pids-limit=-1` or the like (LXC: without limits.processes)"
         yield Hit(
-            "Python",
-            observed,
-            " or ".join(wanted) + " with its venv module",
-            f"apt-get install python{wanted[0]} python{wanted[0]}-venv, or the like for {' or '.join(wanted[1:]) or 'it'}.",
+            "the limit of processes and threads",
+            str(limit),
+            f"{least} or more for {len(case.instances)} instances",
+            f"{fix}.",
         )
+
+
+@rule(
+    "map-count-low",
+    WARN,
+    "Weights and libraries are mapped in many pieces; below the kernel's usual number of them loading may fail.",
+    source="https://docs.kernel.org/admin-guide/sysctl/vm.html",
+)
+def map_count_low(case: Case) -> Iterator[Hit]:
+    """vm.max_map_count is at least the kernel's default."""
+    limit = _limit(case, "map_count")
+    if limit is not None and limit < MIN_MAPS:
+        fix = f"`sysctl -w vm.max_map_count=1048576`, and vm.max_map_count=1048576 in {SYSCTL}"
+        yield Hit("vm.max_map_count", str(limit), f"{MIN_MAPS} or more", f"{on_kernel(case, fix)}.")
+
+
+# --- clock and kernel ---------------------------------------------------------------------------
+
+
+@rule(
+    "clock-insane",
+    BLOCK,
+    "Certificates are not valid yet at this time, so nothing can be fetched, and the journal's times prove nothing.",
+    source="https://datatracker.ietf.org/doc/html/rfc5280#section-4.1.2.5",
+)
+def clock_insane(case: Case) -> Iterator[Hit]:
+    """The clock is not before this software's own time."""
+    year = (case.facts.get("clock") or {}).get("year")
+    if year is not None and year < MIN_YEAR:
+        yield Hit("the clock", f"year {year}", f"{MIN_YEAR} or later", on_kernel(case, _set_clock(case)))
+
+
+@rule(
+    "clock-behind",
+    WARN,
+    "The clock is earlier than the newest file of the operating system, so it is wrong, or was wrong when that was installed.",
+    source="https://www.freedesktop.org/software/systemd/man/latest/systemd-timesyncd.service.html",
+)
+def clock_behind(case: Case) -> Iterator[Hit]:
+    """The clock is not behind the system's own files."""
+    clock = case.facts.get("clock") or {}
+    if clock.get("before_build") and (clock.get("year") or 0) >= MIN_YEAR:
+        yield Hit("the clock", "earlier than files of the system", "later", on_kernel(case, _set_clock(case)))
+
+
+@rule(
+    "clock-unsynchronized",
+    INFO,
+    "Nothing keeps the clock right; times of this host's journal and of others will drift apart.",
+    source="https://www.freedesktop.org/software/systemd/man/latest/timedatectl.html",
+)
+def clock_unsynchronized(case: Case) -> Iterator[Hit]:
+    """Something disciplines the clock."""
+    clock = case.facts.get("clock") or {}
+    if clock.get("synchronized") is False:
+        source = f"{clock['source']} runs and has not got there yet" if clock.get("source") else "no clock service runs"
+        yield Hit("the clock", f"not synchronized; {source}", "synchronized", on_kernel(case, _set_clock(case)))
+
+
+def _set_clock(case: Case) -> str:
+    source = (case.facts.get("clock") or {}).get("source")
+    if source == "chrony":
+        return "`chronyc makestep`; `timedatectl` shows the result."
+    install = "" if source else "apt-get install -y systemd-timesyncd && " if case.facts["platform"]["apt"] else ""
+    return f"`{install}timedatectl set-ntp true`; `timedatectl` shows the result."
+
+
+@rule(
+    "cgroup-old",
+    INFO,
+    "systemd gives up version 1 of control groups: releases from 258 on do not boot with it.",
+    source="https://github.com/systemd/systemd/blob/main/NEWS",
+)
+def cgroup_old(case: Case) -> Iterator[Hit]:
+    """Control groups of version 2."""
+    if kernel(case).get("cgroup") == 1:
+        line = "add systemd.unified_cgroup_hierarchy=1 to GRUB_CMDLINE_LINUX in /etc/default/grub"
+        fix = f"{line}, then `update-grub && systemctl reboot`"
+        yield Hit("control groups", "version 1", "version 2", f"{on_kernel(case, fix)}.")

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One case or more for every preflight rule: what is done to the good host, and what the message has to hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.unit.judge_kit import (
+    BUSY,
+    CPU,
+    GDN,
+    GIB,
+    HYBRID,
+    LISTENER,
+    NO_APT,
+    NO_HEADERS,
+    PYTHON,
+    UNSAFE,
+    UUID0,
+    Change,
+    both,
+    clock,
+    drafter,
+    first,
+    good,
+    gpu,
+    host,
+    inventory,
+    kernel,
+    libraries,
+    limits,
+    links,
+    on_first,
+    on_gpu,
+    pair,
+    root,
+    target,
+)
+
+JAMMY = host(platform={**good()[1]["platform"], "os": "ubuntu 22.04"})
+LINK = gpu(0)["pcie"]
+NVCC = good()[1]["nvcc"]
+NEWER = {"version": "13.3", "candidates": [{"path": "/usr/local/cuda/bin/nvcc", "version": "13.3"}]}
+OTHER = {"path": "/usr/local/cuda-13.0/bin/nvcc", "version": "13.0"}
+NO_GPU = on_gpu(gpus=[], p2p=[], processes=[], nvidia_smi=None, driver=None, cuda_driver=None)
+IN_LXC = kernel(virt="container", virt_name="lxc")
+TRANSLATED = kernel(iommu={"mode": "translated", "groups": 90, "source": "type of the GPUs' IOMMU groups"})
+AS_H100 = on_gpu(gpus=[gpu(n, compute_cap="9.0", name="NVIDIA H100 PCIe") for n in range(8)])
+REFUSED = "Failed to initialize NVML: Driver/library version mismatch"
+MISMATCH = both(
+    NO_GPU, on_gpu(nvidia_smi="/usr/bin/nvidia-smi", error=REFUSED, nvml={"version": None, "error": REFUSED})
+)
+UNSIGNED = both(
+    NO_GPU,
+    host(secure_boot=True),
+    kernel(modules={"nvidia": None}),
+    on_gpu(nvidia_smi="/usr/bin/nvidia-smi", error="couldn't communicate with the NVIDIA driver"),
+)
+P2P_OFF: dict[str, Any] = {
+    "env": {"NCCL_P2P_DISABLE": 1},
+    "args": {"tp-size": 2, "disable-custom-all-reduce": True},
+}
+NAMED = inventory(defaults={**good()[0]["defaults"], "env": {"CUDA_HOME": "/usr/local/cuda-13.0"}})
+
+
+def xid(number: int, pci: str = gpu(0)["pci"]) -> dict[str, Any]:
+    """An error of the driver as the kernel log has it."""
+    return {"pci": pci, "xid": number, "when": "2026-11-30T09:00:00Z", "text": f"NVRM: Xid (PCI:{pci[4:12]}): {number}"}
+
+
+# rule, what is done to the good host, words that the message has to hold
+BROKEN: list[tuple[str, Change, list[str]]] = [
+    ("engine-unknown", inventory(engine="sglang-9"), ["sglang-9", "sglang-0.5.11"]),
+    ("engine-unknown", inventory(engine=None), ["nothing"]),
+    ("profile-unknown", both(inventory(profile="sm999")), ["sm999", "auto, sm90"]),
+    ("defaults-malformed", inventory(defaults={"modus": "x", **good()[0]["defaults"]}), ["modus"]),
+    ("instances-malformed", inventory(instances=[]), ["no instance", "{name: gpu0, gpus: [0], port: 30000}"]),
+    ("instances-malformed", inventory(instances=None), ["no instance"]),
+    ("instances-malformed", inventory(instances="gpu0"), ["str"]),
+    ("instances-malformed", lambda wanted, _: wanted["instances"].append("gpu8"), ["entry 9", "'gpu8'"]),
+    ("instance-key-unknown", first(prot=30000), ["gpu0", "'prot'"]),
+    ("instance-name", first(name="GPU 0"), ["'GPU 0'"]),
+    ("instance-name", first(name=None), ["nothing"]),
+    ("instance-name", first(name="../etc"), ["'../etc'"]),
+    ("instance-name", first(name="gpu0\n"), ["gpu0"]),
+    ("instance-name-twice", first(name="gpu1"), ["gpu1", "2 instances"]),
+    ("mode-unknown", first(mode="dtree"), ["gpu0", "'dtree'", "baseline, dflash, ddtree-shadow, ddtree"]),
+    ("port-bad", first(port=80), ["80", "1024"]),
+    ("port-bad", first(port="30000"), ["'30000'"]),
+    ("port-bad", first(port=60000), ["60000", "55535"]),
+    ("port-bad", first(port=None), ["nothing", "port: 30000"]),
+    ("port-twice", first(port=30001), ["gpu0", "gpu1", "30001"]),
+    ("gpus-bad", first(gpus=[]), ["gpu0", "[0]"]),
+    ("gpus-bad", first(gpus="0"), ["'0'"]),
+    ("gpus-bad", first(gpus=[True]), ["True"]),
+    ("gpus-bad", both(CPU, first(gpus=[0])), ["[0]", "cpu"]),
+    ("gpu-twice", first(gpus=[1]), ["gpu0", "gpu1", "GPU 1"]),
+    ("gpu-twice", first(gpus=[0, 0]), ["gpu0", "2 times"]),
+    ("gpu-twice", first(gpus=[gpu(3)["uuid"]]), ["gpu0", "gpu3", gpu(3)["uuid"]]),
+    ("address-bad", first(address="1.2.3"), ["'1.2.3'"]),
+    ("address-bad", first(address=17), ["17"]),
+    ("address-bad", first(address="a b"), ["'a b'"]),
+    ("address-open", first(address="0.0.0.0"), ["0.0.0.0", "gpu_host_allow_any_address"]),
+    ("address-open", first(address="::"), ["::"]),
+    ("budget-bad", first(budget=0), ["gpu0", "budget 0", "1 or more"]),
+    ("budget-bad", first(budget="15"), ["'15'"]),
+    ("topk-bad", first(topk=0), ["topk 0"]),
+    ("spine-bad", first(spine=16), ["16", "15"]),
+    ("spine-bad", first(spine=-1), ["-1"]),
+    ("page-size", first(args={"page_size": 16}), ["page-size 16", "ddtree"]),
+    ("page-size", first(args={"--page-size": "64"}, mode="ddtree-shadow"), ["64"]),
+    ("backend-auto", first(args={"attention_backend": "auto"}), ["attention-backend"]),
+    ("args-malformed", first(args=["--x"]), ["args is"]),
+    ("args-malformed", first(args={"chat template": "x"}), ["chat template"]),
+    ("args-malformed", first(args={"chat-template": {"a": 1}}), ["chat-template"]),
+    ("args-malformed", first(env={"A-B": "x"}), ["A-B"]),
+    ("args-malformed", first(env={"AB": "x\ny"}), ["AB"]),
+    ("args-owned", first(args={"port": 1}), ["port under args"]),
+    ("args-owned", first(args={"speculative_algorithm": "EAGLE"}), ["speculative-algorithm", "mode"]),
+    ("args-owned", first(env={"CUDA_VISIBLE_DEVICES": "1"}), ["CUDA_VISIBLE_DEVICES", "gpus"]),
+    ("secret-in-args", first(args={"api_key": "hush"}), ["api-key"]),
+    ("secret-in-env", first(env={"HF_TOKEN": "hush"}), ["HF_TOKEN"]),
+    ("model-path-bad", first(model_path="org/model"), ["model_path", "absolute"]),
+    ("model-path-bad", first(draft_model_path=None), ["draft_model_path nothing"]),
+    ("path-hidden", first(model_path="/home/ann/target"), ["/home/ann/target", "/srv/models"]),
+    ("path-hidden", first(draft_model_path="/tmp/drafter"), ["/tmp/drafter"]),
+    ("parallel-size", first(args={"tp_size": 2}), ["tp-size 2", "1 GPUs"]),
+    ("parallel-size", first(args={"tensor-parallel-size": "two"}), ["two"]),
+    ("waiver-unknown", inventory(waivers={"port-twice": "no"}), ["port-twice"]),
+    ("waiver-unknown", inventory(waivers={"nvcc-old": ""}), ["nvcc-old without a reason"]),
+    ("gpu-none", on_gpu(nvidia_smi=None, gpus=[]), ["host_vars/ct200.yml", "gpu_host_profile: cpu", "no nvidia-smi"]),
+    ("gpu-none", on_gpu(gpus=[], error="couldn't communicate"), ["couldn't communicate"]),
+    ("gpu-none", on_gpu(gpus=[]), ["lists no GPU"]),
+    ("gpu-capability", on_gpu(gpus=[gpu(n, compute_cap="8.6") for n in range(8)]), ["8.6", "12.0"]),
+    (
+        "gpu-mixed",
+        on_gpu(gpus=[gpu(n) for n in range(7)] + [gpu(7, compute_cap="9.0", name="NVIDIA H200")]),
+        ["sm90", "sm120", "7 (NVIDIA H200)"],
+    ),
+    ("profile-mismatch", inventory(profile="sm90"), ["sm90", "sm120"]),
+    ("gpu-unknown", first(gpus=[8]), ["GPU 8", UUID0]),
+    ("gpu-unknown", first(gpus=["GPU-x"]), ["GPU-x"]),
+    ("driver-old", on_gpu(driver="575.57.08"), ["575.57.08", "580"]),
+    ("driver-old", on_gpu(cuda_driver="12.9"), ["12.9", "13.0"]),
+    ("gpu-busy", on_gpu(processes=[BUSY]), ["GPU 0", "78", "train", "kill 78"]),
+    ("gpu-busy", on_gpu(processes=[{**BUSY, "unit": "train.service"}]), ["systemctl stop train.service"]),
+    ("gpu-memory-held", on_gpu(gpus=[gpu(0, memory_used_mib=5000)] + [gpu(n) for n in range(1, 8)]), ["5000 MiB"]),
+    ("nvcc-missing", host(nvcc=None), ["nvcc"]),
+    ("nvcc-old", host(nvcc={"path": "/usr/bin/nvcc", "version": "12.4"}), ["12.4", "/usr/bin/nvcc", "12.9"]),
+    ("arch-unsupported", host(platform={**good()[1]["platform"], "arch": "riscv64"}), ["riscv64"]),
+    ("glibc-old", host(platform={**good()[1]["platform"], "glibc": "2.33"}), ["2.33", "2.34"]),
+    ("glibc-old", host(platform={**good()[1]["platform"], "glibc": None}), ["not glibc"]),
+    ("systemd", host(systemd={"version": 247, "running": True}), ["247", "249"]),
+    ("systemd", host(systemd={"version": 255, "running": False}), ["does not run"]),
+    (
+        "python-missing",
+        host(pythons=[]),
+        ["not found", "3.12 or 3.11", "apt-get install -y python3.12 python3.12-venv"],
+    ),
+    ("python-missing", both(host(pythons=[]), JAMMY), ["ppa:deadsnakes/ppa", "python3.12-venv"]),
+    (
+        "python-missing",
+        host(pythons=[{**PYTHON, "version": "3.11", "venv": False}]),
+        ["without the venv", "python3.11-venv"],
+    ),
+    ("compiler-missing", both(host(compiler=None), NO_APT), ["gcc"]),
+    ("python-headers-missing", both(NO_HEADERS, NO_APT), ["python3.12-dev"]),
+    ("python-headers-missing", host(pythons=[{**PYTHON, "headers": False, "system": False}]), ["/usr/bin/python3.12"]),
+    ("disk-low", host(disk={"path": "/opt", "free": 3 * GIB, "total": 9 * GIB}), ["/opt", "3.0 GiB", "12 GiB"]),
+    ("disk-low-for-upgrade", host(current="abc", disk={"path": "/opt", "free": 5 * GIB, "total": GIB}), ["5.0 GiB"]),
+    ("shm-low", host(shm={"free": 1, "total": GIB // 16}), ["0.06 GiB", "remount"]),
+    ("shm-low", host(shm=None), ["missing"]),
+    ("port-busy", host(ports=[LISTENER]), ["gpu0", "30000", "process 77 (python)", "other.service"]),
+    ("port-busy", host(ports=[{**LISTENER, "address": "0.0.0.0", "pid": None, "unit": None}]), ["not visible"]),
+    ("address-foreign", both(first(address="192.0.2.9"), host(bind={"192.0.2.9": "Cannot assign"})), ["192.0.2.9"]),
+    ("model-missing", target(exists=False), ["/srv/target", "no such folder"]),
+    ("model-missing", target(missing=["config.json"]), ["config.json"]),
+    ("model-missing", target(missing=["model-00002-of-00002.safetensors"]), ["model-00002-of-00002"]),
+    ("model-missing", target(error="config.json: broken"), ["broken"]),
+    ("drafter-missing", drafter(exists=False), ["/srv/drafter", "draft_model_path"]),
+    ("drafter-kind", drafter(architectures=["Qwen3ForCausalLM"]), ["Qwen3ForCausalLM", "DFlashDraftModel"]),
+    ("drafter-foreign", drafter(vocab_size=7), ["vocabulary 7", "1024"]),
+    ("drafter-foreign", drafter(num_target_layers=36), ["36", "4"]),
+    ("hybrid-radix", GDN, ["mode ddtree", "disable-radix-cache", "extra_buffer"]),
+    ("hybrid-tree", HYBRID, ["nemotron_h", "mode: dflash", "speculative-ddtree-allow-hybrid-unsafe"]),
+    ("hybrid-unsafe", both(HYBRID, inventory(defaults={**good()[0]["defaults"], "args": UNSAFE})), ["research"]),
+    ("facts-stand-in", host(recorded={"machine": "an H200", "date": "2026-11-29"}), ["an H200"]),
+    ("cpu-profile", CPU, ["cpu"]),
+    # driver
+    ("driver-mismatch", MISMATCH, ["kernel module 580.95.05", "version mismatch", "`systemctl reboot`"]),
+    ("driver-mismatch", both(MISMATCH, IN_LXC), ["Restart this container"]),
+    (
+        "driver-nouveau",
+        both(NO_GPU, kernel(nouveau=True, modules={"nvidia": None})),
+        ["nouveau", "nvidia-open", "update-initramfs"],
+    ),
+    ("driver-unsigned", UNSIGNED, ["secure boot", "mokutil --import", "/var/lib/shim-signed/mok/MOK.der"]),
+    ("nvml-missing", on_gpu(nvml={"version": None, "error": "no module named pynvml"}), ["pynvml", "nvidia-smi -q"]),
+    ("libcuda-hidden", libraries(libcuda=None), ["libcuda.so.1", "ldconfig"]),
+    (
+        "libcuda-hidden",
+        both(libraries(libcuda=None), on_gpu(nvidia_smi="/usr/local/nvidia/bin/nvidia-smi")),
+        ["echo /usr/local/nvidia/lib64 > /etc/ld.so.conf.d/nvidia.conf"],
+    ),
+    # GPUs
+    ("gpu-none", both(NO_GPU, IN_LXC), ["nvidia.runtime"]),
+    (
+        "gpu-lost",
+        on_gpu(nvml={"version": "580", "error": "device 3: GPU is lost"}),
+        ["8 answer", "device 3: GPU is lost", "reboot"],
+    ),
+    ("gpu-busy", on_gpu(processes=[{**BUSY, "pid": None, "name": None}]), ["another container", "nvidia-smi"]),
+    ("gpu-busy", on_gpu(processes=[{**BUSY, "user": "ann"}]), ["of user ann"]),
+    (
+        "gpu-orphan",
+        on_gpu(processes=[{**BUSY, "user": "ann", "orphan": True}]),
+        ["78 (train)", "ann", "`kill -KILL 78`", "ps -o"],
+    ),
+    ("gpu-mig", on_first(mig=True), ["MIG mode is on", f"nvidia-smi -i {UUID0} -mig 0", "leave it out"]),
+    ("gpu-mig", both(on_first(mig=True), IN_LXC), ["On the machine that runs this container"]),
+    ("gpu-compute-prohibited", on_first(compute_mode="prohibited"), [f"nvidia-smi -i {UUID0} -c DEFAULT"]),
+    ("gpu-compute-exclusive", on_first(compute_mode="exclusive"), ["exclusive", "-c DEFAULT"]),
+    # health
+    ("gpu-remap-failed", on_first(remapped={"pending": True, "failed": True}), ["replaced", "ROW_REMAPPER"]),
+    ("gpu-remap-pending", on_first(remapped={"pending": True, "failed": False}), ["waits for a reset", "--gpu-reset"]),
+    (
+        "gpu-ecc-uncorrected",
+        on_first(ecc={"mode": True, "uncorrected": 3, "corrected": 0}),
+        ["3 uncorrected", "--gpu-reset"],
+    ),
+    (
+        "gpu-xid",
+        on_gpu(xids=[xid(95)]),
+        ["Xid 95", "not contained", "journalctl -k -b | grep 'Xid.*00000000:01:00'", "--gpu-reset"],
+    ),
+    ("gpu-xid", on_gpu(xids=[xid(79, "00000000:63:00.0")]), ["00000000:63:00.0", "not listed any more", "off and on"]),
+    ("gpu-xid-program", on_gpu(xids=[xid(31), xid(31), xid(43)]), ["Xid 31 (2 times), Xid 43 (1 times)"]),
+    ("gpu-throttled", on_first(throttle=["hw_thermal", "hw_slowdown"]), ["too hot", "fans", "-q -d PERFORMANCE"]),
+    ("gpu-throttled", on_first(throttle=["hw_power_brake"]), ["power brake", "power cables"]),
+    ("gpu-pcie-width", on_first(pcie={**LINK, "width": 8}), ["x8", "x16", "lspci -vv -s 01:00.0"]),
+    ("gpu-pcie-speed", on_first(pcie={**LINK, "gen": 3}, idle=False), ["generation 3", "generation 5", "lspci"]),
+    ("gpu-pcie-slot", on_first(pcie={**LINK, "gen_max": 4}), ["generation 4 x16 in this slot", "generation 5 x16"]),
+    ("gpu-persistence", on_first(persistence=False), ["GPU 0", "nvidia-persistenced"]),
+    # several GPUs
+    (
+        "iommu-p2p",
+        both(pair(), TRANSLATED),
+        ["0-1", "iommu=pt", "/etc/default/grub", "NCCL_P2P_DISABLE: 1", "update-grub"],
+    ),
+    ("iommu-p2p", both(pair(env={"NCCL_P2P_DISABLE": 1}), TRANSLATED), ["disable-custom-all-reduce"]),
+    ("iommu-translated", both(pair(), TRANSLATED, AS_H100), ["0-1", "iommu=pt"]),
+    (
+        "acs-redirect",
+        both(pair(), kernel(acs=["0000:60:01.1", "0000:60:03.1"])),
+        ["setpci -s 0000:60:03.1 ECAP_ACS+0x6.w=0000"],
+    ),
+    (
+        "p2p-none",
+        both(pair(), links(read="chipset not supported", write="chipset not supported")),
+        ["0-1: chipset not supported"],
+    ),
+    ("numa-across", pair(0, 4), ["GPU 0 on node 0, GPU 4 on node 1", "node 1 has 4, 5, 6, 7"]),
+    ("gpu-bar1", both(pair(), on_first(bar1_total_mib=256)), ["BAR1 of GPU 0: 256 MiB", "Resizable BAR"]),
+    ("memlock-low", both(pair(), IN_LXC), ["8192 KiB", "memlock"]),
+    (
+        "shm-low",
+        both(pair(0, 1, 2, 3), host(shm={"free": GIB, "total": GIB})),
+        ["1.00 GiB", "4 GiB, for an instance on 4 GPUs"],
+    ),
+    # toolchain
+    (
+        "nvcc-missing",
+        host(nvcc=NVCC | {"path": None, "version": None, "cuda_home": "/opt/cuda"}),
+        ["/opt/cuda", "CUDA_HOME"],
+    ),
+    ("nvcc-mismatch", host(nvcc=NVCC | NEWER), ["13.3", "cuda-toolkit-13-0", "cuda-keyring"]),
+    (
+        "nvcc-mismatch",
+        host(nvcc=NVCC | NEWER | {"candidates": [*NEWER["candidates"], OTHER]}),
+        ["also here: 13.0 at /usr/local/cuda-13.0/bin/nvcc", "env: {CUDA_HOME: /usr/local/cuda-13.0}"],
+    ),
+    # system
+    ("library-missing", both(libraries(libnuma=None), NO_APT), ["libnuma.so.1", "dnf install -y numactl-libs"]),
+    ("library-missing", libraries(libstdcxx=None), ["apt-get install -y libstdc++6"]),
+    ("nofile-low", both(IN_LXC, limits(pid1_nofile=1024)), ["1024", "4096", "nofile=1048576"]),
+    ("pids-low", limits(pids_max=4096), ["4096", "16384", "kernel.pid_max"]),
+    ("pids-low", both(IN_LXC, limits(pids_max=4096)), ["--pids-limit=-1"]),
+    ("map-count-low", limits(map_count=1000), ["1000", "sysctl -w vm.max_map_count=1048576", "/etc/sysctl.d/"]),
+    ("clock-insane", clock(year=1970, before_build=True), ["1970", "chronyc makestep"]),
+    (
+        "clock-behind",
+        clock(before_build=True, source=None),
+        ["earlier", "systemd-timesyncd", "timedatectl set-ntp true"],
+    ),
+    ("clock-unsynchronized", clock(synchronized=False, source=None), ["no clock service", "timedatectl"]),
+    ("cgroup-old", kernel(cgroup=1), ["version 1", "unified_cgroup_hierarchy"]),
+    # room
+    (
+        "disk-full",
+        host(current="abc", disk={"path": "/opt", "free": GIB, "total": GIB}),
+        ["1.0 GiB", "2 GiB for caches", "12 GiB"],
+    ),
+    ("root-read-only", root(options=["ro"]), ["/opt/sglang-fleet", "findmnt -T", "remount,rw"]),
+    ("root-noexec", root(options=["rw", "noexec"]), ["noexec", "remount,exec"]),
+    ("root-network", root(type="nfs4"), ["nfs4", "local disk"]),
+    (
+        "hugepages-idle",
+        kernel(hugepages={"total": 60000, "free": 60000, "size": 2 << 20, "thp": "always"}),
+        ["117.2 of 512.0 GiB"],
+    ),
+    # models
+    ("model-too-large", target(weights=200 * GIB), ["202.0 GiB", "95.6 GiB", "tp-size: 3"]),
+    ("model-tight", target(weights=90 * GIB), ["leave 3.6 of 95.6 GiB", "15 % left"]),
+    ("ram-low", both(target(weights=60 * GIB), limits(memory_total=32 * GIB)), ["62.0 GiB", "32.0 GiB", "swapon"]),
+    ("host-guest", kernel(virt="vm", virt_name="kvm"), ["a VM (kvm)", "IOMMU"]),
+]
+# Findings that come along with another one and are told apart from it.
+GUEST = {"host-guest"}  # where a case is about a container
+WITH = {
+    **dict.fromkeys(("driver-mismatch", "gpu-none", "gpu-mig", "memlock-low", "nofile-low", "pids-low"), GUEST),
+    "gpus-bad": {"cpu-profile", "gpu-twice"},
+    "gpu-twice": set(),
+    "profile-unknown": set(),
+    "instances-malformed": set(),
+}
