@@ -109,7 +109,7 @@ BAD = {
     ),
     "index": Bad(
         "gpu-unknown",
-        ["GPU 3", "GPU-3ea75628"],
+        ["GPU 3", "GPU-5a29fbb1"],
         {"gpu_host_profile": "auto", "gpu_host_facts_file": str(RECORDED), **one(gpus=[3])},
     ),
     "driver": Bad(

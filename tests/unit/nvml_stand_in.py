@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stand-in for a GPU's driver: replays recorded answers of NVML behind the real pynvml's constants and errors.
 
-A recording is `{system: {call: value}, devices: [{call: value}], pairs: [{a, b, ancestor, p2p: [4 numbers]}]}`. A call with further arguments is named with them: `nvmlDeviceGetTotalEccErrors 0 1`. A structure is a map of its fields, an
+A recording is `{system: {call: value}, devices: [{call: value}], pairs: [{a, b, ancestor, p2p: [4 numbers]}]}`. A call
+with further arguments is named with them: `nvmlDeviceGetTotalEccErrors 0 1`. A structure is a map of its fields, an
 error is `{"!": number of the NVML error}`, and a call that the recording lacks is one that the GPU does not support.
 """
 
@@ -65,7 +66,11 @@ class NvmlStandIn:
             if "!" in value:
                 raise pynvml.NVMLError(value["!"])
             return SimpleNamespace(**value)
-        return [SimpleNamespace(**one) if isinstance(one, dict) else one for one in value] if isinstance(value, list) else value
+        return (
+            [SimpleNamespace(**one) if isinstance(one, dict) else one for one in value]
+            if isinstance(value, list)
+            else value
+        )
 
 
 UNSUPPORTED = {"!": pynvml.NVML_ERROR_NOT_SUPPORTED}

@@ -7,12 +7,32 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import gpu_host_preflight as preflight
+import pytest
 from ansible.module_utils import gpu_host_gather as gather
 from ansible.module_utils import gpu_host_gather_base as base
+from ansible.module_utils import gpu_host_nvml as nvml
 from ansible.module_utils.gpu_host_judge import judge
 
+from tests.unit.nvml_stand_in import NvmlStandIn
+
 ROLE = Path(__file__).parents[2] / "roles/gpu_host"
+DATA = Path(__file__).parent / "data/gpu_host"
+BUILT = ("b200-8x", "mixed", "rtx5090-2x", "rtxpro6000-8x")
+
+
+def recording(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DATA / f"{name}.json").read_text())
+    return found
+
+
+def shape(value: Any) -> Any:
+    """Keys of a fact, all the way down; lists as what their first entry has."""
+    if isinstance(value, dict):
+        return {key: shape(inner) for key, inner in value.items()}
+    return [shape(value[0])] if isinstance(value, list) and value and isinstance(value[0], dict) else None
 
 
 def test_a_program_that_is_missing_or_hangs_is_told() -> None:
@@ -49,3 +69,63 @@ def test_facts_of_this_machine_can_be_judged() -> None:
     json.dumps(facts)
     verdict = judge("here", {"profile": "auto", "instances": [{"name": "a"}]}, facts)
     assert not verdict["ok"]
+
+
+# --- recordings of other machines -----------------------------------------------------------------
+
+
+def test_the_h200s_answers_give_what_its_nvidia_smi_said_in_the_same_minute() -> None:
+    facts = nvml.gather_nvml(NvmlStandIn(recording("h200-nvml")))
+    # nvidia-smi -q on that machine, 2026-12-01T00:31:05Z.
+    assert (facts["driver"], facts["cuda_driver"]) == ("580.159.04", "13.0")
+    (gpu,) = facts["gpus"]
+    assert (gpu["pci"], gpu["name"], gpu["compute_cap"]) == ("00000000:00:06.0", "NVIDIA H200", "9.0")
+    assert (gpu["memory_total_mib"], gpu["memory_used_mib"], gpu["bar1_total_mib"]) == (143771, 0, 262144)
+    assert gpu["ecc"] == {"mode": True, "uncorrected": 0, "corrected": 0}
+    assert (gpu["throttle"], gpu["mig"], gpu["persistence"], gpu["compute_mode"]) == ([], False, True, "default")
+    assert (gpu["pcie"]["gen"], gpu["pcie"]["width"], gpu["pcie"]["gen_max"]) == (5, 16, 5)
+    assert gpu["idle"]
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_machine_built_from_public_words_has_the_facts_of_a_real_one(name: str) -> None:
+    real, built = recording("h200"), recording(name)
+    assert built["recorded"]["kind"] == "built from public nvidia-smi -q"
+    for facts in (real, built):
+        facts["gpu"].update(p2p=[], processes=[], xids=[])
+        for gpu in facts["gpu"]["gpus"]:
+            gpu["remapped"] = None  # a map, or nothing on a GPU that can't
+    assert shape(built) == shape(real)
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_each_pair_of_gpus_is_told_once(name: str) -> None:
+    gpu = recording(name)["gpu"]
+    count = len(gpu["gpus"])
+    assert [(one["a"], one["b"]) for one in gpu["p2p"]] == [(a, b) for a in range(count) for b in range(a + 1, count)]
+    assert all(set(one) == {"a", "b", "link", "read", "write", "nvlink", "atomics"} for one in gpu["p2p"])
+    assert [one["index"] for one in gpu["gpus"]] == list(range(count))
+    assert gpu["on_bus"] == [one["pci"] for one in gpu["gpus"]]
+
+
+def test_a_recording_has_the_shape_of_this_machines_facts() -> None:
+    here, real = gather.record("here"), recording("h200")
+    assert set(here) == set(real)
+    assert shape(here["limits"]) == shape(real["limits"])
+    assert shape(here["kernel"]) == shape(real["kernel"])
+    assert set(here["gpu"]) == set(real["gpu"])
+    assert shape(here["numa"]) == shape(real["numa"])
+    assert shape(here["clock"]) == shape(real["clock"])
+    assert set(here["libraries"]) == set(real["libraries"])
+
+
+def test_what_a_recording_holds_takes_the_place_of_the_hosts_own_facts() -> None:
+    wanted: dict[str, Any] = {"instances": [], "pythons": []}
+    own = preflight.facts_for(wanted, "/", None, None)
+    assert "recorded" not in own
+    new = preflight.facts_for(wanted, "/", recording("b200-8x"), None)
+    assert (new["kernel"]["release"], len(new["gpu"]["gpus"])) == ("6.8.0-87-generic", 8)
+    assert new["platform"] == own["platform"]
+    # Recordings from before 2026-12 hold GPUs and nvcc only.
+    old = preflight.facts_for(wanted, "/", recording("h200-busy"), None)
+    assert (old["kernel"]["release"], len(old["gpu"]["processes"])) == (own["kernel"]["release"], 1)

@@ -47,8 +47,8 @@ from ansible.module_utils.gpu_host_gather_tools import (
 )
 from ansible.module_utils.gpu_host_nvml import gather_nvml, load, missing_library, nothing
 
-# What a recording holds, so that it can stand in for another host's own.
-RECORDED = ("gpu", "nvcc", "kernel", "numa", "limits", "clock", "libraries", "platform", "systemd", "secure_boot")
+# What a recording holds: the machine, not the system on it, whose place another host takes in a test.
+RECORDED = ("gpu", "nvcc", "kernel", "numa", "limits", "clock", "libraries", "secure_boot")
 
 
 def gather_gpu(pynvml: str | None = None) -> Facts:

@@ -69,7 +69,7 @@ def missing_library(places: tuple[str, ...] = LIBRARY_PLACES) -> str | None:
     return reason
 
 
-def load(packed: str | None) -> types.ModuleType:
+def load(packed: str | None) -> Any:
     """pynvml from its source, zlib in base85, or the one that this Python has; ImportError when there is neither."""
     if packed is None:
         import pynvml
