@@ -31,7 +31,7 @@ profiles = _load(ROLE / "lookup_plugins/kernel_backends_profile.py")
 def test_every_profile_is_sound(name: str) -> None:
     profile = profiles.load(name)
     assert profile["name"] == name
-    assert set(profile) == {"name", "args", "env", "files", "stub_libcuda", "stub_symbols"}
+    assert set(profile) == {"name", "args", "env", "files", "stub_libcuda", "stub_symbols", "row", "backends"}
     assert profile["args"]["page-size"] == 1
     assert all(isinstance(value, str) for value in profile["env"].values())
     assert profile["stub_libcuda"] == bool(profile["stub_symbols"]) == (name == "cpu")
@@ -92,10 +92,8 @@ def test_unchanged_copy_loads(changed: Any) -> None:
 
 
 DEFECTS: dict[str, tuple[Any, str]] = {
-    "auto": (
-        lambda d: d["args"][2].update(value="auto"),
-        r"args: attention-backend: is auto; a profile names its choice",
-    ),
+    "auto": (lambda d: d["args"][0].update(value="auto"), r"args: device: is auto; a profile names its choice"),
+    "backend": (lambda d: d["args"][0].update(flag="moe-runner-backend"), r"moe-runner-backend belong to matrix\.yml"),
     "no source": (lambda d: d["args"][0].pop("source"), r"args: device: needs exactly flag, value, why, source, date"),
     "bad source": (lambda d: d["args"][0].update(source="somewhere"), r"args: device: needs a source"),
     "bad date": (lambda d: d["env"][0].update(date="today"), r"env: SGLANG_USE_CPU_ENGINE: needs a date"),
@@ -108,7 +106,6 @@ DEFECTS: dict[str, tuple[Any, str]] = {
     ),
     "escape": (lambda d: d["files"][0].update(path="../../etc/x"), r"path must stay inside the profile folder"),
     "no file": (lambda d: d["files"][0].update({"from": "cpu/none.py"}), r"there is no .*cpu/none\.py"),
-    "no backend": (lambda d: d["args"].pop(2), r"must name attention-backend"),
     "other name": (lambda d: d.update(name="sm90"), r"says it is 'sm90'"),
     "unknown key": (lambda d: d.update(extra=1), r"has unknown keys \['extra'\]"),
     "symbols": (lambda d: d["stub_libcuda"].update(symbols=["system"]), r"symbols must be cu\* names"),

@@ -8,30 +8,55 @@ name: kernel_backends_profile
 author: sglang-fleet
 short_description: Load a device profile of SGLang
 description:
-  - Reads C(files/profiles/<name>.yml) of the role, checks it and returns what an engine of that profile needs.
+  - Reads C(files/profiles/<name>.yml) of the role and the rows of C(files/matrix.yml) that are for it, checks them and returns
+    what an engine of that profile needs.
+  - With O(instances), refuses backends and variables that the matrix forbids for the host's GPUs.
   - Runs on the controller and touches no host.
 options:
   _terms:
     description: Names of profiles, e.g. V(cpu) or V(sm90).
     required: true
+  engine:
+    description: Engine that the rows are for.
+    type: str
+    default: sglang-0.5.11
+  gpus:
+    description: GPUs of the host, each with C(index), C(uuid) and C(compute_cap); without them all rows of the profile may apply.
+    type: list
+    elements: dict
+    default: []
+  instances:
+    description: Instances as in C(gpu_units_instances).
+    type: list
+    elements: dict
+    default: []
+  defaults:
+    description: What is merged under every instance, as in C(gpu_units_defaults).
+    type: dict
+    default: {}
 """
 
 EXAMPLES = r"""
 - ansible.builtin.set_fact:
-    kernel_backends_profile: "{{ lookup('kernel_backends_profile', 'sm90') }}"
+    kernel_backends_profile: "{{ lookup('kernel_backends_profile', 'sm90', engine=fleet_engine, instances=gpu_units_instances) }}"
 """
 
 RETURN = r"""
 _raw:
   description:
     - One dictionary per term with C(name), C(args) (SGLang flag to value), C(env), C(files) (path below the release's
-      C(profile) folder to text), C(stub_libcuda) and C(stub_symbols).
+      C(profile) folder to text), C(stub_libcuda), C(stub_symbols), C(row) (the chosen rows of the matrix in one line) and
+      C(backends) (those rows; each with C(id), C(sm), C(families), C(engines), C(env) and C(backends), by topic what is used,
+      allowed and forbidden, with the source of each).
     - Values of C(env) may hold C({release}), the folder through which units see the release.
   type: list
   elements: dict
 """
 
 import re
+import sys
+from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -39,6 +64,17 @@ import yaml
 from ansible.errors import AnsibleError
 from ansible.plugins.lookup import LookupBase
 
+# Ansible makes the roles' module_utils importable for modules only; the repository's own finder does it for the controller.
+REPO = Path(__file__).resolve().parents[3]
+if str(REPO) not in sys.path:
+    sys.path.append(str(REPO))
+import_module("fleet")
+
+from ansible.module_utils import kernel_backends_matrix as matrices
+
+ENGINE = "sglang-0.5.11"
+# Safe and quick: the matrix is read for every host of a run.
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 FILES = Path(__file__).resolve().parent.parent / "files"
 KEYS = {"name", "summary", "args", "env", "files", "stub_libcuda"}
 FLAG = re.compile(r"[a-z][a-z0-9-]*\Z")
@@ -99,18 +135,26 @@ def _texts(data: dict[str, Any], files: Path, where: str) -> dict[str, str]:
     return texts
 
 
-def load(name: str, files: Path = FILES) -> dict[str, Any]:
-    """Load and check one profile.
+def matrix(files: Path = FILES) -> dict[str, Any]:
+    """The checked matrix. Raises MatrixError where it breaks its schema."""
+    checked: dict[str, Any] = matrices.check(yaml.load((files / "matrix.yml").read_bytes(), LOADER))  # noqa: S506 - a safe one
+    return checked
+
+
+def load(name: str, files: Path = FILES, engine: str = ENGINE, capabilities: Iterable[str] = ()) -> dict[str, Any]:
+    """Load and check one profile; what the matrix says about its backends is part of it.
 
     Args:
         name: profile name, the file's stem.
-        files: folder that holds `profiles/`.
+        files: folder that holds `profiles/` and `matrix.yml`.
+        engine: name of the engine that the matrix' rows are for.
+        capabilities: compute capabilities of the host's GPUs, such as `12.0`; unknown ones leave all rows of the profile.
 
     Returns:
-        `{name, args, env, files, stub_libcuda, stub_symbols}`.
+        `{name, args, env, files, stub_libcuda, stub_symbols, row, backends}`.
 
     Raises:
-        ProfileError: unknown name, or a data file that breaks the schema.
+        ProfileError, MatrixError: unknown name, no row, or a data file that breaks its schema.
     """
     if name not in known(files):
         raise ProfileError(f"unknown profile {name!r}; known: {', '.join(known(files))}")
@@ -121,11 +165,17 @@ def load(name: str, files: Path = FILES) -> dict[str, Any]:
     _need(data.get("name") == name, where, f"says it is {data.get('name')!r}")
     args = _table(data, "args", "flag", FLAG, where)
     env = _table(data, "env", "name", VARIABLE, where)
+    known_backends = matrix(files)
+    rows = matrices.rows_of(matrices.rows_for(known_backends, name, engine), capabilities)
+    flags, required = matrices.profile_parts(rows)
+    owned = {flag for topic in known_backends["topics"].values() for flag in topic.get("flags") or topic["switches"]}
+    for table, taken, more in ((args, owned, flags), (env, set(required), required)):
+        both = sorted(taken & set(table))
+        _need(not both, where, f"{', '.join(both)} belong to matrix.yml, which says it with reasons for other choices")
+        table.update(more)
     for variable, value in env.items():
         _need(isinstance(value, str), f"{where}: env: {variable}", "must be a string (quote it)")
         _need(set(PLACEHOLDER.findall(value)) <= {"release"}, f"{where}: env: {variable}", "knows only {release}")
-    for flag in ("attention-backend", "sampling-backend"):
-        _need(flag in args, where, f"must name {flag}")
     symbols: list[str] = []
     if stub := data.get("stub_libcuda"):
         _sourced(stub, f"{where}: stub_libcuda")
@@ -138,12 +188,52 @@ def load(name: str, files: Path = FILES) -> dict[str, Any]:
         "files": _texts(data, files, where),
         "stub_libcuda": bool(symbols),
         "stub_symbols": symbols,
+        "row": matrices.summary(rows),
+        "backends": matrices.published(rows),
     }
+
+
+def refusals(
+    name: str,
+    instances: list[Any],
+    defaults: dict[str, Any],
+    gpus: list[dict[str, Any]],
+    engine: str = ENGINE,
+    files: Path = FILES,
+) -> list[str]:
+    """What the matrix refuses of an inventory, one sentence each; malformed parts are left to the preflight's rules."""
+    data = matrix(files)
+    rows = matrices.rows_for(data, name, engine)
+    found = []
+    for instance in instances:
+        if not isinstance(instance, dict):
+            continue
+        merged = {"mode": "ddtree", **defaults, **instance}
+        for key in ("args", "env"):
+            layers = [layer.get(key) for layer in (defaults, instance)]
+            merged[key] = {k: v for layer in layers if isinstance(layer, dict) for k, v in layer.items()}
+        merged["args"] = {str(flag).lstrip("-").replace("_", "-"): value for flag, value in merged["args"].items()}
+        asked = {str(gpu) for gpu in merged.get("gpus") or []}
+        mine = [gpu for gpu in gpus if {str(gpu.get("index")), str(gpu.get("uuid"))} & asked]
+        found += matrices.refusals(data, matrices.rows_of(rows, [str(gpu.get("compute_cap")) for gpu in mine]), merged)
+    return found
 
 
 class LookupModule(LookupBase):
     def run(self, terms: list[Any], variables: dict[str, Any] | None = None, **kwargs: Any) -> list[dict[str, Any]]:
+        engine = str(kwargs.get("engine") or ENGINE)
+        defaults = kwargs.get("defaults")
+        gpus = [gpu for gpu in kwargs.get("gpus") or [] if isinstance(gpu, dict)]
+        capabilities = [str(gpu.get("compute_cap")) for gpu in gpus]
+        inventory = (kwargs.get("instances") or [], defaults if isinstance(defaults, dict) else {}, gpus)
         try:
-            return [load(str(term)) for term in terms]
-        except ProfileError as error:
+            profiles = [load(str(term), engine=engine, capabilities=capabilities) for term in terms]
+            problems = [line for term in terms for line in refusals(str(term), *inventory, engine=engine)]
+        except (ProfileError, matrices.MatrixError) as error:
             raise AnsibleError(f"kernel_backends: {error}") from error
+        if problems:
+            raise AnsibleError(
+                "kernel_backends: nothing was changed, the inventory asks for what this host can't run:\n"
+                + "\n".join(problems)
+            )
+        return profiles
