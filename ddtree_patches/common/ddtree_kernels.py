@@ -206,22 +206,22 @@ def grow_tree(
     Returns:
         parents, token_ids, depths int64 ``[bs, q]`` and num_nodes int64 ``[bs]`` as
         in `DDTree`; ancestors int64 ``[bs, q]``, bit j set where the slot may see
-        slot j; and with links first child and next sibling int64 ``[bs, q]``, -1
-        for none.
+        slot j; and with links first child and next sibling as in `tree_links`.
     """
     bs, depth, k = log_probs.shape
     if not 1 <= budget < MAX_SLOTS:
         raise ValueError(f"budget must be from 1 to {MAX_SLOTS - 1}, got {budget}")
     q = budget + 1
-    columns = [torch.empty((bs, q), dtype=torch.int64, device=log_probs.device) for _ in range(6 if links else 4)]
-    parents, tokens, depths, ancestors, *chain = columns
-    num_nodes = torch.empty((bs,), dtype=torch.int64, device=log_probs.device)
+    new = log_probs.new_empty
+    parents, tokens, depths, ancestors = (new((bs, q), dtype=torch.int64) for _ in range(4))
+    leads = [new((bs, q), dtype=torch.int32) for _ in range(2 if links else 0)]
+    num_nodes = new((bs,), dtype=torch.int64)
     _grow_kernel[(bs,)](
-        log_probs, token_ids, parents, tokens, depths, num_nodes, ancestors, *(chain or (parents, parents)),
+        log_probs, token_ids, parents, tokens, depths, num_nodes, ancestors, *(leads or (parents, parents)),
         DEPTH=depth, K=k, BUDGET=budget, SPINE=min(spine, budget, depth), SLOTS=max(2, _power_of_two(q)),
         LINKS=links, num_warps=1,
     )  # fmt: skip
-    return parents, tokens, depths, num_nodes, ancestors, *chain
+    return parents, tokens, depths, num_nodes, ancestors, *leads
 
 
 @triton.jit

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests ask of the target's tokens, on a GPU and from graphs: penalties, sampling, a bias. In float32, token for token.
+"""What requests ask of the target's tokens, on a GPU and from graphs: penalties, sampling from one token, a minimum length.
 
-One server without speculation and one with trees, side by side, on the first pair there is.
+One server without speculation and one with trees, side by side, on the first pair there is. sgl-kernel's norms know no
+float32 on a GPU, so this is bfloat16: answers may part at a near tie, told by the log-probabilities that baseline's own
+tokens were chosen by (penalties count in). Baseline runs without overlap scheduling, which counts a token into penalties one step
+late (`ScheduleBatch.prepare_for_decode`, delayed_output_ids).
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +25,9 @@ from test_modes import NAMED, ROOM
 from fleet.bench import client, servers
 from fleet.bench.arms import arms
 
-NEW, COUNT = 48, 6
+NEW, COUNT = 48, 8
+NEAR_TIE = 0.25  # nats, as in the smoke
+LIKELIEST = 20
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "frequency": {"frequency_penalty": 0.7},
@@ -42,10 +48,10 @@ def ports(engine: None) -> Iterator[dict[str, int]]:
         pytest.skip(f"no dense pair below {ROOM}; name one in GPU_PAIRS")
     out = Path(mkdtemp(prefix="gpu-requests-"))
     base = modes.BASE | {
-        "model-path": [str((pairs[0] / "target").resolve())], "dtype": ["float32"], "max-total-tokens": ["4096"],
+        "model-path": [str((pairs[0] / "target").resolve())], "max-total-tokens": ["4096"],
     }  # fmt: skip
     with servers.resident(
-        arms(["baseline", "ddtree:15"], (pairs[0] / "draft").resolve()), python=sys.executable, base=base, env={},
+        arms(["baseline-nooverlap", "ddtree:15"], (pairs[0] / "draft").resolve()), python=sys.executable, base=base, env={},
         folder=out, wave=2, say=modes.say, deadline=time.monotonic() + modes.START_LIMIT,
     ) as started:  # fmt: skip
         for server in started:
@@ -53,12 +59,26 @@ def ports(engine: None) -> Iterator[dict[str, int]]:
         yield {server.arm.name: server.port for server in started}
 
 
-def answers(port: int, prompts: Sequence[Sequence[int]], sampling: dict[str, Any]) -> list[list[int]]:
-    """Greedy unless said otherwise, all at the same time."""
+def ask(port: int, prompts: Sequence[Sequence[int]], sampling: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    """All at the same time; greedy unless said otherwise."""
     asked = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": "min_new_tokens" not in sampling, **sampling}
-    bodies = [{"input_ids": list(ids), "sampling_params": asked} for ids in prompts]
+    bodies = [{"input_ids": list(ids), "sampling_params": asked, **more} for ids in prompts]
     with ThreadPoolExecutor(len(bodies)) as pool:
-        return [row["output_ids"] for row in pool.map(lambda body: client.post(port, "/generate", body), bodies)]
+        return list(pool.map(lambda body: client.post(port, "/generate", body), bodies))
+
+
+def answers(port: int, prompts: Sequence[Sequence[int]], sampling: dict[str, Any]) -> list[list[int]]:
+    return [row["output_ids"] for row in ask(port, prompts, sampling)]
+
+
+def parting(wanted: dict[str, Any], got: list[int]) -> tuple[int, float]:
+    """Tokens before the first other one; how much less likely than its own baseline held that (none: 0, not listed: inf)."""
+    own = wanted["output_ids"]
+    for at, (ours, theirs) in enumerate(zip(own, got, strict=False)):
+        if ours != theirs:
+            said = {token: log_prob for log_prob, token, _ in wanted["meta_info"]["output_top_logprobs"][at]}
+            return at, said[ours] - said[theirs] if theirs in said else math.inf
+    return len(got), 0.0 if len(own) == len(got) else math.inf
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +88,11 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_baselines(ports: dict[str, int], prompts: list[list[int]], kind: str) -> None:
-    assert answers(ports["ddtree:15"], prompts, KINDS[kind]) == answers(ports["baseline"], prompts, KINDS[kind])
+    wanted = ask(ports["baseline-nooverlap"], prompts, KINDS[kind], return_logprob=True, top_logprobs_num=LIKELIEST)
+    got = answers(ports["ddtree:15"], prompts, KINDS[kind])
+    partings = [parting(*both) for both in zip(wanted, got, strict=True)]
+    assert max(gap for _, gap in partings) <= NEAR_TIE, partings
+    assert sum(same for same, _ in partings) >= COUNT * NEW // 2, partings
 
 
 @pytest.mark.parametrize("kind", ["frequency", "presence and repetition"])

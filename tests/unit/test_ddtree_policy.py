@@ -89,27 +89,61 @@ def test_what_was_seen_replaces_the_prior(policy: ModuleType) -> None:
     assert lines == ["batch=1 verify=linear tree-15=3.000tokens/5.500ms linear=3.000tokens/5.000ms"]
 
 
-def test_a_steps_own_time_replaces_what_was_measured_at_start(policy: ModuleType) -> None:
-    """The start was disturbed: the tree looked dear."""
-    chosen = make(policy, {"tree-15": {1: 9.0}, "linear": {1: 5.0}})
-    look(policy, chosen, drafts=3)
-    assert chosen.choose(1) == "linear"
-    for _ in range(8):
-        chosen.took("tree-15", 1, 5.1)
-    assert chosen.cost("tree-15", 1) == pytest.approx(5.1)
+def verified(policy: ModuleType, chosen: Any) -> None:
+    """Enough requests for a new decision."""
     for _ in range(policy.ENOUGH):
         chosen.saw("linear", [2], [2], [])
+
+
+def times(chosen: Any, shape: str, *milliseconds: float, batch: int = 1) -> None:
+    for time in milliseconds:
+        chosen.took(shape, batch, time)
+
+
+def test_a_steps_own_time_replaces_what_was_measured_at_start(policy: ModuleType) -> None:
+    chosen = make(policy, {"tree-15": {1: 9.0}, "linear": {1: 5.0}})  # a neighbour disturbed the tree's
+    look(policy, chosen, drafts=3)
+    assert chosen.choose(1) == "linear"
+    times(chosen, "linear", *[5.0] * 8)
+    times(chosen, "tree-15", *[5.1] * 8)
+    assert chosen.cost("tree-15", 1) == pytest.approx(5.1)
+    verified(policy, chosen)
     assert chosen.choose(1) == "tree-15"
+
+
+def test_what_has_no_time_of_its_own_is_scaled_as_what_ran_last(policy: ModuleType) -> None:
+    """Measured at start without the host; so all shapes are slower than that by about the same factor."""
+    chosen = make(policy, {"tree-15": {1: 8.0, 2: 10.0}, "linear": {1: 6.0}})
+    times(chosen, "tree-15", *[10.0] * 8)
+    assert chosen.cost("linear", 1) == pytest.approx(7.5)
+    assert chosen.cost("tree-15", 2) == pytest.approx(12.5)
+
+
+def test_one_hiccup_is_no_cost(policy: ModuleType) -> None:
+    chosen = make(policy, {"tree-15": FLAT, "linear": FLAT})
+    times(chosen, "tree-15", *[5.0] * 8, 900.0, 5.0)
+    assert chosen.cost("tree-15", 1) == 5.0
+
+
+def test_a_time_that_is_not_measured_again_grows_stale(policy: ModuleType) -> None:
+    """A disturbance while a shape ran must not keep it from ever running again."""
+    chosen = make(policy, {"tree-15": {1: 5.0}, "linear": {1: 5.0}})
+    times(chosen, "tree-15", *[30.0] * 8)
+    times(chosen, "linear", *[5.0] * policy._FRESH)
+    assert chosen.cost("tree-15", 1) == 30.0
+    times(chosen, "linear", 5.0)
+    assert chosen.cost("tree-15", 1) == 5.0
+    times(chosen, "tree-15", 6.0)  # one step is not enough, and the old ones do not count again
+    assert chosen.cost("tree-15", 1) == 5.0
 
 
 def test_a_small_advantage_changes_nothing(policy: ModuleType) -> None:
     chosen = make(policy, {"tree-15": {1: 5.0}, "linear": {1: 5.0}})
     look(policy, chosen, drafts=3)
     assert chosen.choose(1) == "tree-15"
-    for _ in range(8):
-        chosen.took("tree-15", 1, 6.7)  # 4 / 6.7 against 3 / 5: 0.5 % worse
-    for _ in range(policy.ENOUGH):
-        chosen.saw("linear", [2], [2], [])
+    times(chosen, "linear", *[5.0] * 8)
+    times(chosen, "tree-15", *[6.7] * 8)  # 4 / 6.7 against 3 / 5: 0.5 % worse
+    verified(policy, chosen)
     assert chosen.choose(1) == "tree-15"
 
 

@@ -7,7 +7,9 @@ No torch here, nothing of the engine: numbers in, a name out.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Callable, Dict, Mapping, Optional, Sequence, Tuple
+from collections import deque
+from statistics import median
+from typing import Callable, Deque, Dict, Mapping, Optional, Sequence, Tuple
 
 LINEAR = "linear"
 
@@ -32,6 +34,9 @@ _MARGIN = 1.02
 _TIMED = 8
 """Steps of a shape and batch size before their own time counts."""
 
+_FRESH = 2048
+"""Steps after which a time that was not measured again no longer counts."""
+
 _KEEP = 4096
 """Verified requests that a mean remembers: older ones fade."""
 
@@ -39,14 +44,13 @@ _KEEP = 4096
 class _Mean:
     """A mean that forgets slowly."""
 
-    def __init__(self, keep: int = _KEEP) -> None:
-        self.keep = keep
+    def __init__(self) -> None:
         self.total = 0.0
         self.count = 0.0
         self.seen = 0
 
     def add(self, value: float) -> None:
-        if self.count >= self.keep:
+        if self.count >= _KEEP:
             self.total *= 0.5
             self.count *= 0.5
         self.total += value
@@ -56,6 +60,18 @@ class _Mean:
     @property
     def value(self) -> float:
         return self.total / self.count
+
+
+class _Times:
+    """The times of a shape's latest steps. Their median: one hiccup of the host is no cost of the shape."""
+
+    def __init__(self) -> None:
+        self.latest: Deque[float] = deque(maxlen=32)
+        self.at = 0
+
+    @property
+    def value(self) -> float:
+        return median(self.latest)
 
 
 class VerifyPolicy:
@@ -86,7 +102,9 @@ class VerifyPolicy:
         self.costs = {name: dict(sorted(points.items())) for name, points in (costs or {}).items()}
         self._log = log
         self._means: Dict[str, _Mean] = {name: _Mean() for name in (*self.budgets, LINEAR)}
-        self._timed: Dict[Tuple[str, int], _Mean] = {}
+        self._timed: Dict[Tuple[str, int], _Times] = {}
+        self._steps = 0
+        self._slower = 1.0  # latest step's time over what was measured at start: the host, and neighbours on the GPU
         self._choices: Dict[int, str] = {}
         self._since = 0
 
@@ -112,7 +130,14 @@ class VerifyPolicy:
 
     def took(self, shape: str, batch: int, milliseconds: float) -> None:
         """Learn from a step's time, host included."""
-        self._timed.setdefault((shape, batch), _Mean(keep=64)).add(milliseconds)
+        self._steps += 1
+        times = self._timed.setdefault((shape, batch), _Times())
+        if self._steps - times.at > _FRESH:
+            times.latest.clear()
+        times.latest.append(milliseconds)
+        times.at = self._steps
+        if len(times.latest) >= _TIMED and shape in self.costs:
+            self._slower = times.value / self._at_start(shape, batch)
 
     def saw(self, shape: str, accepted: Sequence[int], along_chain: Sequence[int], within: Sequence[Sequence[int]]) -> None:
         """Learn from a verified batch.
@@ -146,10 +171,14 @@ class VerifyPolicy:
         return mean.value if mean.seen >= ENOUGH else base * TREE_PRIOR
 
     def cost(self, shape: str, batch: int) -> float:
-        """Milliseconds of a step: its own time where that is known, else as measured at start, a line between sizes."""
-        timed = self._timed.get((shape, batch))
-        if timed is not None and timed.seen >= _TIMED:
-            return timed.value
+        """Milliseconds of a step: its own latest where there are enough, else as measured at start, scaled as what ran last."""
+        times = self._timed.get((shape, batch))
+        if times is not None and len(times.latest) >= _TIMED and self._steps - times.at <= _FRESH:
+            return times.value
+        return self._at_start(shape, batch) * self._slower
+
+    def _at_start(self, shape: str, batch: int) -> float:
+        """As measured at start, a line between batch sizes."""
         points = self.costs[shape]
         sizes = list(points)
         at = bisect_left(sizes, batch)

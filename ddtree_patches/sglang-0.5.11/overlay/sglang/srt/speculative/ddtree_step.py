@@ -221,14 +221,12 @@ class DeviceStep:
         self, log_probs: torch.Tensor, token_ids: torch.Tensor, budget: int
     ) -> Tuple[DDTree, torch.Tensor, Optional[Tuple[torch.Tensor, torch.Tensor]]]:
         if self.with_kernels(budget + 1):
-            *columns, ancestors = ddtree_kernels.grow_tree(
-                log_probs.contiguous(), token_ids.contiguous(), budget, spine=self.spine
+            grown = ddtree_kernels.grow_tree(
+                log_probs.contiguous(), token_ids.contiguous(), budget, spine=self.spine, links=self.forks
             )
-            tree = DDTree(*columns)
-        else:
-            tree = build_ddtree(log_probs, token_ids, budget, spine=self.spine)
-            ancestors = ancestor_mask(tree, self.depth)
-        return tree, ancestors, tree_links(tree.parents) if self.forks else None
+            return DDTree(*grown[:4]), grown[4], grown[5:] or None
+        tree = build_ddtree(log_probs, token_ids, budget, spine=self.spine)
+        return tree, ancestor_mask(tree, self.depth), tree_links(tree.parents) if self.forks else None
 
     def _lay_out(
         self,

@@ -185,14 +185,11 @@ class DDTreeWorker(DFlashWorker):
                 "DDTREE decode requires DFlashDraftInput state on the running batch. "
                 "This usually means the request did not complete the prefill stage."
             )
-        shape = self._choose_shape(batch)
+        shape = self.shapes[self.policy.choose(batch.batch_size())]
         if self.graphs is not None and batch.batch_size() <= self.graphs.max_rows and _plain(batch):
             return self._decode_from_graphs(batch, draft_input, shape)
         self._ahead = None
         return self._decode(batch, draft_input, shape)
-
-    def _choose_shape(self, batch: ScheduleBatch) -> Shape:
-        return self.shapes[self.policy.choose(batch.batch_size())]
 
     def _decode_from_graphs(
         self, batch: ScheduleBatch, draft_input: DFlashDraftInput, shape: Shape
