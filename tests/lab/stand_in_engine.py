@@ -77,7 +77,10 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(raw)
 
     def do_GET(self) -> None:
-        self.reply({})
+        info = json.loads(json.dumps(self.server.data["server_info"]))
+        if self.server.flaw == "other attention":
+            info["internal_states"][0]["decode_attention_backend"] = "torch_native"
+        self.reply(info if self.path == "/server_info" else {})
 
     def do_POST(self) -> None:
         self.reply(self.server.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))

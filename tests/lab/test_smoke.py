@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from fleet.lab.client import LabClient, LabHost
-from tests.unit.smoke_fakes import DATA, PROMPTS, log
+from tests.unit.smoke_fakes import DATA, INSTANCE_FILE, PROMPTS, SERVER_INFO, log
 
 REPO = Path(__file__).resolve().parents[2]
 RELEASE = "feedc0de00000001"
@@ -59,7 +59,7 @@ def put(host: LabHost, path: str, text: str) -> None:
 def configure(host: LabHost, mode: str, flaw: str = "", baseline_flaw: str = "") -> None:
     """Write what gpu_units would write for one instance; `flaw` is the engine's, `baseline_flaw` its baseline's."""
     for name, what, bad in (("gpu0", mode, flaw), ("gpu0.baseline", "baseline", baseline_flaw)):
-        text = f"mode: {what}\nport: 30000\ndata: {HOME}/data.json\n" + (f"flaw: {bad}\n" if bad else "")
+        text = f"{INSTANCE_FILE}mode: {what}\nport: 30000\ndata: {HOME}/data.json\n" + (f"flaw: {bad}\n" if bad else "")
         put(host, f"{INSTANCES}/{name}.yaml", text)
     instance = {
         "name": "gpu0", "mode": mode, "unit": "sglang@gpu0.service", "baseline_unit": "sglang@gpu0.baseline.service",
@@ -79,7 +79,11 @@ def host(lab: LabClient) -> Iterator[LabHost]:
     """A host with a stand-in release and a recorded baseline."""
     made = lab.fresh(1)[0]
     data = json.loads((DATA / "answers.json").read_text())
-    data |= {"prompts": {p["id"]: p["text"] for p in PROMPTS}, "lines": lines()}
+    data |= {
+        "prompts": {p["id"]: p["text"] for p in PROMPTS},
+        "lines": lines(),
+        "server_info": SERVER_INFO["dense-ddtree"],
+    }
     put(made, f"{HOME}/data.json", json.dumps(data))
     put(made, f"{HOME}/engine.py", (Path(__file__).parent / "stand_in_engine.py").read_text())
     put(made, "/etc/systemd/system/sglang@.service", UNIT)
@@ -164,7 +168,17 @@ def test_lines_of_an_earlier_invocation_prove_nothing(host: LabHost) -> None:
     assert smoke_json(host)[0] == 0
     serve(host, flaw="silent")
     code, verdict = smoke_json(host)
-    assert (code, failed(verdict)) == (1, ["hook.ddtree-runner", "hook.ddtree-verify", "hook.ddtree-metrics"])
+    expected = ["hook.ddtree-runner", "hook.ddtree-verify", "hook.ddtree-metrics", "backend.draft"]
+    assert (code, failed(verdict)) == (1, expected)
+
+
+def test_a_backend_that_the_engine_changed_by_itself_fails_over_ssh(host: LabHost) -> None:
+    serve(host, flaw="other attention")
+    code, verdict = smoke_json(host)
+    assert (code, failed(verdict)) == (1, ["backend.attention"])
+    (bad,) = (c for c in verdict["checks"] if not c["ok"])
+    assert "decode_attention_backend torch_native" in bad["observed"]
+    assert "decode_attention_backend triton" in bad["expected"]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,18 @@ DATA = Path(__file__).parent / "data" / "smoke"
 HOOKS = yaml.safe_load((ROOT / "roles/smoke/files/hooks.yml").read_text())
 PROMPTS = [json.loads(x) for x in (ROOT / "roles/smoke/files/prompts.jsonl").read_text().splitlines()]
 RECORDED = json.loads((DATA / "answers.json").read_text())
+SERVER_INFO = json.loads((DATA / "server_info.json").read_text())
+# What the file of an instance of the cpu profile asks for, as gpu_units writes it.
+INSTANCE_FILE = """\
+# Written by sglang-fleet; the next run replaces changes made here.
+attention-backend: "triton"
+device: "cpu"
+dtype: "float32"
+grammar-backend: "xgrammar"
+linear-attn-backend: "triton"
+moe-runner-backend: "triton"
+sampling-backend: "pytorch"
+"""
 SETTINGS = {
     "host": "ct200", "requests": 16, "alone": 4, "tokens": 24, "concurrency": 8, "min_accepted": 1, "near_tie_gaps": {},
     "request_timeout": 10, "hook_timeout": 0.5, "journal_lines": 5, "start_timeout": 5,
@@ -56,6 +68,8 @@ class FakeHost(sh.Host):
             "profile": "cpu", "api_key_file": None,
         }  # fmt: skip
         self.deploy([self.instance])
+        self.config.mkdir(exist_ok=True)
+        (self.config / "gpu0.yaml").write_text(INSTANCE_FILE)
 
     def deploy(self, instances: list[dict[str, Any]]) -> None:
         sh.write_json(self.state / "deployments" / "current.json", {"release": RELEASE, "instances": instances})
@@ -115,8 +129,8 @@ def replay(mode: str) -> Answer:
 
 
 @contextmanager
-def engine(answer: Answer, key: str | None = None) -> Iterator[str]:
-    """An HTTP server with /health and /generate; yields its URL."""
+def engine(answer: Answer, key: str | None = None, info: Any = SERVER_INFO["dense-ddtree"]) -> Iterator[str]:
+    """An HTTP server with /health, /server_info and /generate; yields its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         wbufsize = -1  # one packet per answer; two of them wait for one another
@@ -129,7 +143,12 @@ def engine(answer: Answer, key: str | None = None) -> Iterator[str]:
             self.wfile.write(raw)
 
         def do_GET(self) -> None:
-            self.reply(200 if self.path == "/health" else 404, {})
+            if self.path == "/health":
+                self.reply(200, {})
+            elif key and self.headers.get("Authorization") != f"Bearer {key}":
+                self.reply(401, {"error": "Unauthorized"})
+            else:
+                self.reply(200 if info and self.path == "/server_info" else 404, info or {})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -17,8 +17,8 @@ CHECK_ID = re.compile(r"[a-z]+\.[a-z-]+")
 
 
 def smoke_ids(repo: Path) -> set[str]:
-    """First arguments of every call of check(), and the hooks."""
-    found = set(HOOKS["hooks"])
+    """First arguments of every call of check(), the hooks and the backends."""
+    found = set(HOOKS["hooks"]) | set(HOOKS["backends"])
     for path in [*(repo / "roles/smoke/module_utils").glob("*.py"), repo / "fleet/smoke.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("check", "judge.check"):

@@ -105,7 +105,7 @@ class TestDdtree:
         host.has_start, host.lines = False, [whole[-1]]  # the metrics line is still there
         assert verdict(host)["ok"], "the earlier verdict has the evidence of this invocation"
         host.states["sglang@gpu0.service"] = {"InvocationID": "bb22"}
-        assert failed(verdict(host)) == ["hook.ddtree-runner", "hook.ddtree-verify", "journal.whole"]
+        assert failed(verdict(host)) == ["hook.ddtree-runner", "hook.ddtree-verify", "journal.whole", "backend.draft"]
 
     def test_a_bad_line_that_an_earlier_smoke_saw_is_not_forgotten(self, host: FakeHost) -> None:
         good = host.lines
@@ -188,7 +188,7 @@ class TestDdtree:
             assert verdict(host)["ok"]
             assert "s3cret" not in (host.state / PATH).read_text()
             host.deploy([{**host.instance, "url": url}])
-            assert failed(verdict(host)) == ["engine.answers", "draft.accepted", "output.compared"]
+            assert failed(verdict(host)) == ["engine.answers", "draft.accepted", "output.compared", "backend.reported"]
         key.unlink()
         host.deploy([{**host.instance, "api_key_file": str(key)}])
         with pytest.raises(sh.SmokeError, match="API key"):

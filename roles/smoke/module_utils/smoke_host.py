@@ -13,7 +13,7 @@ import re
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -135,6 +135,25 @@ class Host:
             found |= set(pattern.findall(f"{maps}\n{folder}/"))
         return sorted(found)
 
+    def instance_text(self, name: str) -> str | None:
+        """The file that an instance's engine is started with, None where there is none."""
+        try:
+            return (self.config / f"{name}.yaml").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise SmokeError(f"the file of instance {name} cannot be read ({error}); run the smoke as root") from error
+
+    def matrix_rows(self, release: str) -> list[dict[str, Any]]:
+        """Rows of the matrix of backends that a release was built for; [] for one without."""
+        path = self.releases / release / "manifest.json"
+        try:
+            return list(json.loads(path.read_text(encoding="utf-8")).get("backends") or [])
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, TypeError) as error:
+            raise SmokeError(f"{path} cannot be used ({error!r}); build the release again with site.yml") from error
+
     def api_key(self, path: str | None) -> str | None:
         if not path:
             return None
@@ -196,6 +215,21 @@ def health(url: str, key: str | None, timeout: float) -> str:
         return str(_request(f"{url}/health", None, key, timeout)[0])
     except (OSError, ValueError) as error:
         return str(getattr(error, "reason", error)) or type(error).__name__
+
+
+def scheduler_states(url: str, key: str | None, timeout: float, fields: Sequence[str]) -> list[dict[str, Any]] | str:
+    """The named fields of every scheduler's arguments as they are in use, or why there are none.
+
+    Only those are kept: the whole answer holds the API key.
+    """
+    try:
+        status, raw = _request(f"{url}/server_info", None, key, timeout)
+        if status != 200:
+            return f"HTTP {status} from /server_info"
+        states = json.loads(raw)["internal_states"]
+        return [{field: state[field] for field in fields if field in state} for state in states]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {getattr(error, 'reason', error)}"
 
 
 def generate(url: str, text: str, tokens: int, key: str | None, timeout: float, likeliest: int = 0) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 Shapes used here (all plain dicts, so that they travel as JSON):
 
 check      {id, instance, ok, observed, expected, why, fix}
-hooks      {ignore: regex, hooks: {id: {pattern, why, fix}}, modes: {mode: {speculative, must: [id], never: [id]}}}
+hooks      {ignore: regex, hooks: {id: {pattern, why, fix}}, modes: {mode: {speculative, must: [id], never: [id]}},
+            backends: {id: {topic, fields, line, groups, ..}}}
 answer     {prompt: id, way: "batch"|"alone", ids: [int], meta: {..}, error: str|None, seconds: float}
 recording  {prompts: {prompt id: {ids: [int], top: [[[logprob, token id], ..] per position]}}, ..}
 
@@ -80,6 +81,7 @@ class JournalScan:
         self.must, self.never = hook_ids(hooks, mode)
         self._ignore = re.compile(hooks["ignore"])
         self._patterns = {i: re.compile(hooks["hooks"][i]["pattern"]) for i in self.must + self.never}
+        self._patterns |= {i: re.compile(b["line"]) for i, b in hooks.get("backends", {}).items() if "line" in b}
         self.reset({})
 
     def reset(self, known: Mapping[str, str]) -> None:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
+from ansible.module_utils import smoke_backends as backends
 from ansible.module_utils import smoke_host as sh
 from ansible.module_utils import smoke_judge as judge
 from ansible.module_utils import smoke_recording as recordings
@@ -110,11 +111,18 @@ def _instance(
     status = sh.health(url, key, min(30.0, float(settings["request_timeout"])))
     checks.append(_judge_health(status, url, name))
     answers: list[dict[str, Any]] = []
+    states: list[dict[str, Any]] | str = "the engine does not answer"
     if status == "200":
+        states = sh.scheduler_states(url, key, float(settings["request_timeout"]), backends.fields_of(hooks))
         used = list(prompts)[: int(settings["requests"])]
         answers = _ask(url, used, key, settings, speculative)
         checks += _judge_all(host, release, instance, hooks, used, answers, settings, summary)
     checks += _judge_journal(host, hooks, scan, before["InvocationID"], name, settings, earlier, summary)
+    if status == "200":
+        text = host.instance_text(name)
+        asked = None if text is None else backends.flags_of(text)
+        rows = host.matrix_rows(release)
+        checks += backends.judge_backends(hooks, mode, asked, states, scan.found, rows, name)
     checks.append(_judge_steady(before, host.unit(str(instance["unit"])), name))
     return checks, summary
 
