@@ -26,6 +26,7 @@ if __name__ == "__main__":
     sys.modules.update({"ansible": types.ModuleType("ansible"), "ansible.module_utils": beside})
 
 from ansible.module_utils.gpu_host_gather_base import Facts, which
+from ansible.module_utils.gpu_host_gather_child import ChildError, in_child
 from ansible.module_utils.gpu_host_gather_kernel import gather_kernel, gather_xids
 from ansible.module_utils.gpu_host_gather_models import gather_model
 from ansible.module_utils.gpu_host_gather_pci import gather_placement, nvidia_devices
@@ -50,6 +51,9 @@ from ansible.module_utils.gpu_host_nvml import gather_nvml, load, missing_librar
 # What a recording holds: the machine, not the system on it, whose place another host takes in a test.
 RECORDED = ("gpu", "nvcc", "kernel", "numa", "limits", "clock", "libraries", "secure_boot")
 
+# Drivers without persistence start every GPU for this: some seconds each.
+NVML_SECONDS = 90.0
+
 
 def gather_gpu(pynvml: str | None = None) -> Facts:
     """`{nvidia_smi, error, nvml, driver, cuda_driver, gpus, p2p, processes, xids, on_bus}`.
@@ -63,9 +67,9 @@ def gather_gpu(pynvml: str | None = None) -> Facts:
         facts = nothing(missing)
     else:
         try:
-            facts = gather_nvml(load(pynvml))
-        except ImportError as error:
-            facts = nothing(str(error))
+            facts = in_child(lambda: gather_nvml(load(pynvml)), NVML_SECONDS)
+        except ChildError as error:
+            facts = nothing(f"NVML: {error}")
     facts["nvidia_smi"] = smi
     # Without library and tools there is no driver, which is no error of it.
     facts["error"] = facts["nvml"]["error"] if smi or not missing else None

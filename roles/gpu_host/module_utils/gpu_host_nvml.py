@@ -70,7 +70,7 @@ def missing_library(places: tuple[str, ...] = LIBRARY_PLACES) -> str | None:
 
 
 def load(packed: str | None) -> Any:
-    """pynvml from its source, zlib in base85, or the one that this Python has; ImportError when there is neither."""
+    """pynvml from its source, zlib in base85, or the one that this Python has."""
     if packed is None:
         import pynvml
 
