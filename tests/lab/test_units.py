@@ -278,7 +278,7 @@ def test_key_is_seen_by_the_engine_alone(units, tmp_path):
         "swap", "-vvv", "--diff", gpu_units_instances=[units.instance(api_key_file=str(tmp_path / "key"))]
     )
     assert "s3cret-key-of-a" not in result["text"]
-    assert units.host.ssh("stat -c '%a %U:%G' /etc/sglang-fleet/keys/a").stdout.strip() == "640 root:sglang"
+    assert units.host.ssh("stat -c '%a %U:%G' /etc/sglang-fleet/keys/a").stdout.strip() == "600 root:root"
     assert units.host.ssh("cat /etc/sglang-fleet/keys/a").stdout == "s3cret-key-of-a\n"
     assert units.host.ssh(
         "grep -rl s3cret /etc/sglang-fleet /var/lib/sglang-fleet /opt/sglang-fleet/libexec"

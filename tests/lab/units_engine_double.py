@@ -3,7 +3,7 @@
 
 It lets tests of units take seconds and fail on demand. The flag `double-does` says how it behaves:
     well (default)  healthy after 1 s, tokens after 2 s
-    die             an error and exit status 3 after 1 s
+    die             an error and exit status 3 after 1 s; its worker stays
     die-as-worker   the whole tree is killed after 1 s, as the engine does when a worker dies
     hang            never healthy
     deaf            runs, but listens on nothing
@@ -80,7 +80,6 @@ def main() -> None:
         time.sleep(1)
         print("double: RuntimeError: CUDA error: no kernel image is available", file=sys.stderr, flush=True)
         if does == "die":
-            worker.kill()
             sys.exit(3)
         kill_tree(worker)
     if does in ("hang", "deaf"):

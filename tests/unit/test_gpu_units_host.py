@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of the host: processes of a control group, holders of GPUs, keys, readiness. Small real things stand in."""
+"""What is asked of the host: processes of a control group, holders of GPUs, keys, the launcher. Small real things stand in."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
+import pwd
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import gpu_deployment
 import pytest
@@ -69,6 +66,85 @@ def test_a_process_is_described_without_its_arguments():
     assert h.describe(2**22 + 1) == f"pid {2**22 + 1}"
 
 
+def folder_of(proc: Path, pid: int, *, unit: str = "", of: str = "", cwd: str = "/", parent: int = 7) -> None:
+    """A process as /proc shows it, of this user."""
+    folder = proc / str(pid)
+    (folder / "fd").mkdir(parents=True)
+    (folder / "stat").write_text(f"{pid} (py (x) thon) S {parent} 1 1")
+    (folder / "cmdline").write_bytes(b"/opt/python\0--api-key=s3cret\0")
+    (folder / "cgroup").write_text(
+        f"1:name=systemd:/system.slice/{unit}\n0::/system.slice/{unit}\n" if unit else "0::/\n"
+    )
+    (folder / "environ").write_bytes(f"A=1\0FLEET_UNIT={of}\0B=2\0".encode() if of else b"")
+    (folder / "cwd").symlink_to(cwd)
+
+
+def test_an_orphan_is_told_with_the_unit_that_it_came_from(tmp_path):
+    folder_of(tmp_path, 5, unit="session-3.scope", of="sglang@a.service", parent=1)
+    user = pwd.getpwuid(os.getuid()).pw_name
+    assert h.describe(5, tmp_path) == (
+        f"pid 5 ({user}: /opt/python, in session-3.scope, left by sglang@a.service, its parent is PID 1)"
+    )
+    folder_of(tmp_path, 6, unit="sglang@a.service", of="sglang@a.service", parent=1)
+    assert h.describe(6, tmp_path) == f"pid 6 ({user}: /opt/python, in sglang@a.service)"
+
+
+def test_strays_are_known_by_environment_or_working_folder(tmp_path, monkeypatch):
+    cache = "/opt/sglang-fleet/releases/4f/cache"
+    folder_of(tmp_path, 10, unit="sglang@a.service", of="sglang@a.service", cwd=cache)
+    folder_of(tmp_path, 11, unit="init.scope", of="sglang@a.service")
+    folder_of(tmp_path, 12, of="sglang@b.service")
+    folder_of(tmp_path, 13, cwd=cache)
+    folder_of(tmp_path, 14, cwd="/srv")
+    real = Path.stat
+    someone = os.stat_result((0, 0, 0, 0, 4711, 0, 0, 0, 0, 0))
+    monkeypatch.setattr(Path, "stat", lambda self, **k: someone if self.parent == tmp_path else real(self, **k))
+    assert h.strays(["sglang@a.service"], tmp_path) == [11, 13]
+    monkeypatch.setattr(Path, "stat", real)  # root's own
+    if os.getuid() == 0:
+        assert h.strays(["sglang@a.service"], tmp_path) == []
+
+
+def test_a_real_child_is_a_stray_after_its_parent(tmp_path):
+    code = "import os, sys; os.setuid(65534); print('up', flush=True); sys.stdin.read()"
+    if os.getuid():
+        pytest.skip("needs root to become somebody else")
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={"FLEET_UNIT": "sglang@of-this-test.service"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert child.stdout and child.stdout.readline() == b"up\n"
+        assert h.strays(["sglang@of-this-test.service"]) == [child.pid]
+        assert "left by sglang@of-this-test.service" in h.describe(child.pid)
+    finally:
+        child.communicate()
+
+
+# --- journal --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (
+            ["[2026-12-01 00:00:00] server_args=ServerArgs(x='Error: y')", "Traceback (most recent call last):",
+             '  File "x.py", line 3, in f', "    raise ValueError('no')", "ValueError: no", "RuntimeError: later"],
+            "ValueError: no",
+        ),
+        (["[2026-12-01 00:00:00 TP0] torch.OutOfMemoryError: CUDA ran out"], "torch.OutOfMemoryError: CUDA ran out"),
+        (["double: RuntimeError: CUDA error: no kernel image"], "RuntimeError: CUDA error: no kernel image"),
+        (["x.so: undefined symbol: _ZN3c10"], "x.so: undefined symbol: _ZN3c10"),
+        (["Loading weights", "sglang-fleet: not ready: it hangs: for 61 s"], "sglang-fleet: not ready: it hangs: for 61 s"),
+        (["error_count=0", "Started.", "sglang@a.service: Main process exited, code=killed, status=9/KILL"], None),
+    ],
+)  # fmt: skip
+def test_the_first_error_of_a_journal(lines, expected):
+    assert h.first_error(lines) == expected
+
+
 # --- GPUs -----------------------------------------------------------------------------------------
 
 
@@ -105,6 +181,24 @@ def test_memory_without_a_process_is_not_free(tmp_path, monkeypatch):
     assert gpus.holders({"GPU-1", "GPU-2"}) == [
         "GPU GPU-1: 30000 MiB used and no process shown (more than 1024 MiB of an idle GPU)"
     ]
+
+
+def test_whoever_has_the_node_open_is_named_beside_memory_without_a_process(tmp_path, monkeypatch):
+    proc = tmp_path / "proc"
+    folder_of(proc, 9, unit="docker-1.scope")
+    (proc / "9/fd/3").symlink_to("/dev/nvidia4")
+    folder_of(proc, 10)
+    (proc / "10/fd/3").symlink_to("/dev/nvidia0")
+    card = proc / "driver/nvidia/gpus/0000:00:06.0/information"
+    card.parent.mkdir(parents=True)
+    card.write_text("Model: \t\t NVIDIA H200\nGPU UUID: \t GPU-1\nBus Location: \t 0000:00:06.0\nDevice Minor: \t 4\n")
+    assert h.minors(proc) == {"GPU-1": 4}
+    assert h.openers({"GPU-1"}, proc) == [9]
+    monkeypatch.setattr(h, "openers", lambda uuids, real=h.openers: real(uuids, proc))
+    monkeypatch.setattr(h, "describe", lambda pid, real=h.describe: real(pid, proc))
+    (text,) = smi(tmp_path, monkeypatch, "", "GPU-1, 30000\n").holders({"GPU-1"})
+    assert "30000 MiB used and no process shown" in text
+    assert "; pid 9 (" in text and "docker-1.scope) has it open" in text
 
 
 def test_without_an_answer_nothing_is_proven(tmp_path, monkeypatch):
@@ -167,99 +261,26 @@ def test_the_engine_gets_the_key_and_hides_it(repo, tmp_path):
     assert args.api_key == "s3cret"
 
 
-def test_an_empty_key_file_ends_the_start(repo, tmp_path):
-    (tmp_path / "key").write_text("\n")
+def test_an_empty_key_ends_the_start(repo, tmp_path):
+    (tmp_path / "api_key").write_text("\n")
     done = subprocess.run(
         [sys.executable, repo / "roles/gpu_units/files/sglang_launch.py"],
-        env={"FLEET_API_KEY_FILE": str(tmp_path / "key")}, capture_output=True, text=True,
+        env={"CREDENTIALS_DIRECTORY": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 1
-    assert f"{tmp_path}/key is empty" in done.stderr
+    assert "the API key is empty" in done.stderr
 
 
-# --- readiness ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def ready(repo: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = load(repo / "roles/gpu_units/files/sglang_ready.py")
-    monkeypatch.setattr(module, "PAUSE_S", 0.02)
-    return module
-
-
-class Answers(BaseHTTPRequestHandler):
-    """The engine's HTTP surface; `script` holds the status of each request to come, the last one stays."""
-
-    script: ClassVar[list[tuple[int, Any]]] = []
-    asked: ClassVar[list[tuple[str, str | None]]] = []
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-    def answer(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.asked.append((self.path, self.headers.get("Authorization")))
-        status, data = 200, {}
-        if self.path == "/generate":
-            status, data = self.script.pop(0) if len(self.script) > 1 else self.script[0]
-        body = json.dumps(data).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_GET = do_POST = answer  # noqa: N815
-
-
-TOKEN = (200, {"meta_info": {"completion_tokens": 2}})
-
-
-@pytest.fixture
-def engine() -> Iterator[str]:
-    Answers.asked = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-def test_ready_needs_a_token_not_only_health(ready, engine):
-    Answers.script = [(503, {}), (200, {"meta_info": {"completion_tokens": 0}}), (200, {"text": "x"}), TOKEN]
-    assert "2 tokens came back" in ready.wait(engine, "k", os.getpid(), 10)
-    assert [path for path, _ in Answers.asked] == ["/health", "/generate"] * 4
-    assert {key for _, key in Answers.asked} == {"Bearer k"}
-
-
-def test_ready_ends_with_the_process(ready):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
-    with pytest.raises(ready.Gone):
-        ready.wait("http://127.0.0.1:9", None, child.pid, 30)
-    child.wait()
-    with pytest.raises(ready.Gone):
-        ready.wait("http://127.0.0.1:9", None, child.pid, 30)
-
-
-def test_ready_gives_up_with_the_last_answer(ready, engine):
-    Answers.script = [(503, {"error": "loading"})]
-    with pytest.raises(TimeoutError, match=r"no token within 0 s; last answer /generate: 503 .*loading"):
-        ready.wait(engine, None, os.getpid(), 0.3)
-
-
-def test_ready_does_not_wait_when_the_engine_refuses(ready, engine):
-    Answers.script = [(401, {"error": "Unauthorized"})]
-    with pytest.raises(RuntimeError, match=r"refuses a plain request: /generate: 401 .*Unauthorized"):
-        ready.wait(engine, None, os.getpid(), 30)
-
-
-def test_ready_asks_whose_socket_answers(ready, engine, monkeypatch):
-    Answers.script = [TOKEN]
-    port = int(engine.rsplit(":", 1)[1])
-    assert ready.ours(port, os.getpid())
-    assert not ready.ours(port + 1 if port < 65535 else port - 1, os.getpid())
-    monkeypatch.setattr(ready, "ours", lambda port, pid: False)
-    with pytest.raises(RuntimeError, match="another process answers"):
-        ready.wait(engine, None, os.getpid(), 30)
+def test_a_cache_that_can_not_hold_kernels_ends_the_start(repo, tmp_path, monkeypatch):
+    launch = load(repo / "roles/gpu_units/files/sglang_launch.py")
+    assert launch.fit(tmp_path) is None
+    monkeypatch.setattr(launch.os, "access", lambda path, how: False)
+    assert "is not writable" in launch.fit(tmp_path)
+    monkeypatch.undo()
+    real = os.statvfs(tmp_path)
+    noexec = os.statvfs_result([*real[:8], real.f_flag | os.ST_NOEXEC, real.f_namemax])
+    monkeypatch.setattr(launch.os, "statvfs", lambda path: noexec)
+    assert "is mounted noexec" in launch.fit(tmp_path)
 
 
 # --- module ---------------------------------------------------------------------------------------
@@ -304,6 +325,6 @@ def test_role_defaults_and_specification_agree(repo):
     defaults = yaml.safe_load((role / "defaults/main.yml").read_text())
     specs = yaml.safe_load((role / "meta/argument_specs.yml").read_text())["argument_specs"]
     assert {name: option["default"] for name, option in specs["main"]["options"].items()} == defaults
-    for entry in ("swap", "start", "rollback"):
+    for entry in ("swap", "switch", "start", "rollback"):
         for name, option in specs[entry]["options"].items():
-            assert name == "gpu_units_discard" or option == specs["main"]["options"][name]
+            assert name in ("gpu_units_discard", "gpu_units_switch") or option == specs["main"]["options"][name]

@@ -204,9 +204,49 @@ def test_values_of_flags_keep_their_type(modes):
 
 def test_the_key_itself_is_in_no_file(modes):
     done = render(modes, {"name": "a", "gpus": [0], "port": 30000, "api_key_file": "keys/a"})
-    assert environment(done, "a")["FLEET_API_KEY_FILE"] == "/etc/sglang-fleet/keys/a"
+    for unit in ("a", "a.baseline"):
+        assert "LoadCredential=api_key:/etc/sglang-fleet/keys/a" in directives(done, unit)
+    assert not [name for name in environment(done, "a") if "KEY" in name]
     assert done["instances"][0]["api_key_file"] == "/etc/sglang-fleet/keys/a"
     assert "api-key" not in config(done, "a")
+
+
+def directives(deployment: dict[str, Any], config: str) -> list[str]:
+    """What the drop-in of a unit adds to [Service]."""
+    return deployment["files"][r.dropin_of(config)].partition("[Service]\n")[2].splitlines()
+
+
+def test_an_engine_sees_its_own_gpus_alone(modes):
+    gpus = [{**gpu, "minor": 3 - gpu["index"]} for gpu in GPUS]  # node numbers follow no order that a person knows
+    done = render(modes, {"name": "a", "gpus": [2, 0], "port": 30000}, gpus=gpus)
+    expected = ["/dev/char/195:255", "char-nvidia-uvm", "char-nvidia-caps", "char-nvidia-caps-imex-channels"]
+    expected += ["/dev/char/195:1", "/dev/char/195:3"]
+    lines = ["DevicePolicy=closed", *(f"DeviceAllow={device} rw" for device in expected), "ProtectClock=yes"]
+    assert directives(done, "a") == lines
+    assert directives(done, "a.baseline")[-len(lines) :] == lines
+
+
+def test_a_gpu_of_unknown_number_opens_all(modes):
+    lines = directives(render(modes, {"name": "a", "gpus": [0], "port": 30000}), "a")
+    assert {"DeviceAllow=char-nvidia-frontend rw", "DeviceAllow=char-nvidia rw"} < set(lines)
+    assert not [line for line in lines if "195:0" in line]
+
+
+def test_without_a_gpu_no_device_is_left(modes):
+    done = render(modes, {"name": "a", "port": 30000}, profile=CPU)
+    assert directives(done, "a") == ["DevicePolicy=closed", "ProtectClock=yes"]
+
+
+def test_device_policy_can_be_given_up_as_a_whole(modes):
+    """ProtectClock alone would close all devices again."""
+    done = render(modes, {"name": "a", "gpus": [0], "port": 30000}, device_policy="auto")
+    assert r.dropin_of("a") not in done["files"]
+    assert not [line for line in directives(done, "a.baseline") if "Device" in line or "Clock" in line]
+
+
+def test_the_waiter_is_told_the_models(modes):
+    env = environment(render(modes, {"name": "a", "gpus": [0], "port": 30000}), "a")
+    assert env["FLEET_MODELS"] == "/srv/models/target:/srv/models/drafter"
 
 
 @pytest.mark.parametrize(
@@ -323,6 +363,19 @@ def test_the_id_follows_content_alone(modes):
     one, same = render(modes, A), render(modes, dict(reversed(A.items())))
     assert one["id"] == same["id"]
     assert len({one["id"], render(modes, A, release="def")["id"], render(modes, {**A, "budget": 7})["id"]}) == 3
+
+
+def test_a_switch_changes_one_instance_and_its_id(modes):
+    live = render(modes, A, B, release="live")
+    other = render(modes, {**A, "mode": "dflash"}, {**B, "budget": 7}, release="newer")
+    done = r.switched(live, other, "a")
+    assert (done["release"], done["switched"]) == ("live", True)
+    assert [instance["mode"] for instance in done["instances"]] == ["dflash", "ddtree"]
+    assert config(done, "a")["speculative-algorithm"] == "DFLASH"
+    assert {path for path in live["files"] if live["files"][path] != done["files"].get(path)} == {f"{r.ETC}/a.yaml"}
+    assert done["id"] == r.deployment_id(done) != live["id"]
+    back = r.switched(done, render(modes, A, B), "a")
+    assert back["id"] == live["id"]
 
 
 def names(instances: list[dict[str, Any]]) -> list[str]:

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-KEY_FILE = "FLEET_API_KEY_FILE"
 MASK = "(hidden)"
 
 
@@ -36,14 +35,24 @@ def guard(server_args: type, key: str) -> None:
     server_args.__post_init__, server_args.__repr__ = post_init, masked  # type: ignore[attr-defined, method-assign]
 
 
+def fit(cache: Path) -> str | None:
+    """Why kernels can't be compiled into a folder, None if they can. Seen from inside the unit, with all that hides there."""
+    if not os.access(cache, os.W_OK | os.X_OK):
+        return f"{cache} is not writable for uid {os.getuid()}; it is the release's cache/ and belongs to the engine's user"
+    if os.statvfs(cache).f_flag & os.ST_NOEXEC:
+        return f"{cache} is mounted noexec, so no kernel that is compiled there can be loaded; mount it with exec"
+    return None
+
+
 def main() -> None:
     """Run the engine in this process; it ends as the engine ends."""
-    if path := os.environ.get(KEY_FILE):
-        key = Path(path).read_text(encoding="utf-8").strip()
+    if wrong := fit(Path.cwd()):
+        sys.exit(f"sglang-fleet: {wrong}")
+    path = Path(os.environ.get("CREDENTIALS_DIRECTORY", "/nonexistent"), "api_key")
+    if path.is_file():
+        key = path.read_text(encoding="utf-8").strip()
         if not key:
-            sys.exit(
-                f"sglang-fleet: {path} is empty; write the API key into it or take api_key_file out of the inventory"
-            )
+            sys.exit("sglang-fleet: the API key is empty; write one into the instance's api_key_file and run site.yml")
         from sglang.srt.server_args import ServerArgs
 
         guard(ServerArgs, key)

@@ -2,7 +2,7 @@
 """Ends with 0 when the engine of this unit gave a real token, with 1 and the reason at once when it can't any more.
 
 Runs as ExecStartPost, so `systemctl start` returns with its result. Health alone is not enough: some paths of the engine are
-healthy before the first forward pass.
+healthy before the first forward pass. An engine that hangs is not waited for to the end, see sglang_progress.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import select
 import sys
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -19,7 +20,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # started with -I, which leaves it out
+from sglang_progress import GpuMemory, Judge, Processes, stale_locks, weights_of
+
 PAUSE_S = 0.25
+SAMPLE_S = 2.0
+HEALTH_S, TOKEN_S = 30.0, 300.0  # of one request; the first token may have to wait for compilers
 REPORT_S = 15.0
 PROBE = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}}
 
@@ -30,6 +36,12 @@ class Gone(Exception):
 
 def say(text: str) -> None:
     print(f"sglang-fleet: {text}", flush=True)
+
+
+def api_key() -> str | None:
+    """The key of this instance: a credential of the unit."""
+    path = Path(os.environ.get("CREDENTIALS_DIRECTORY", "/nonexistent"), "api_key")
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
 
 
 def watch(pid: int) -> int:
@@ -96,41 +108,93 @@ def tokens(answer: bytes) -> int:
         return 0
 
 
-def wait(url: str, key: str | None, pid: int, limit_s: float) -> str:
-    """Wait for health and a token; the text says how long it took. Raises Gone, or TimeoutError with the last answer."""
-    process = watch(pid)
-    port = urllib.parse.urlsplit(url).port or 80
-    begin = time.monotonic()
-    tell = REPORT_S
-    last = "no answer yet"
-    while (now := time.monotonic()) - begin < limit_s:
-        # A request may hang while the engine dies, so it is short; the next round looks at the process first.
-        status, body = ask(f"{url}/health", None, key, min(5.0, limit_s))
-        last = f"/health: {status or body.decode(errors='replace')}"
+class Prober(threading.Thread):
+    """Asks for health, then for a token, until one came or none can come; a thread, as a request may hang with the engine."""
+
+    def __init__(self, url: str, key: str | None, pid: int, limit_s: float) -> None:
+        super().__init__(daemon=True)
+        self.url, self.key, self.pid, self.limit_s = url, key, pid, limit_s
+        self.port = urllib.parse.urlsplit(url).port or 80
+        self.last = "no answer yet"
+        self.answering = False
+        self.tokens = 0
+        self.refused: str | None = None
+
+    def run(self) -> None:
+        """Ends with `tokens` or `refused` set."""
+        while not self.tokens and self.refused is None:
+            self.ask()
+            time.sleep(PAUSE_S)
+
+    def ask(self) -> None:
+        """One round."""
+        status, body = ask(f"{self.url}/health", None, self.key, min(HEALTH_S, self.limit_s))
+        self.answering = status > 0
+        self.last = f"/health: {status or body.decode(errors='replace')}"
+        if status != 200:
+            return
+        if not ours(self.port, self.pid):
+            self.refused = f"another process answers on {self.url}; stop it or give the instance another port"
+            return
+        self.last = "/health: 200, and a request for a token is under way"
+        status, body = ask(f"{self.url}/generate", PROBE, self.key, min(TOKEN_S, self.limit_s))
+        self.last = f"/generate: {status} {body.decode(errors='replace')[:200]}"
         if status == 200:
-            if not ours(port, pid):
-                raise RuntimeError(f"another process answers on {url}; stop it or give the instance another port")
-            status, body = ask(f"{url}/generate", PROBE, key, min(60.0, limit_s))
-            if status == 200 and tokens(body) > 0:
-                return f"ready after {time.monotonic() - begin:.1f} s ({tokens(body)} tokens came back)"
-            last = f"/generate: {status} {body.decode(errors='replace')[:200]}"
-            if 400 <= status < 500:
-                raise RuntimeError(f"the engine refuses a plain request: {last}")
+            self.tokens = tokens(body)
+        elif 400 <= status < 500:
+            self.refused = f"the engine refuses a plain request: {self.last}"
+
+
+def wait(url: str, key: str | None, pid: int, limit_s: float, judge: Judge, uuids: list[str]) -> str:
+    """Wait for health and a token; the text says how long it took.
+
+    Raises Gone, TimeoutError with the last answer, or RuntimeError with what makes waiting pointless.
+    """
+    process, gpu = watch(pid), GpuMemory(uuids)
+    try:
+        processes = Processes(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        raise Gone from None
+    prober = Prober(url, key, pid, limit_s)
+    begin = time.monotonic()
+    tell, look = REPORT_S, 0.0
+    for thread in (gpu, prober):
+        thread.start()
+    while (now := time.monotonic() - begin) < limit_s:
+        if prober.tokens:
+            return f"ready after {now:.1f} s ({prober.tokens} tokens came back)"
+        if prober.refused is not None:
+            raise RuntimeError(prober.refused)
+        if now >= look:
+            look = now + SAMPLE_S
+            if reason := judge.see(processes.sample(gpu.used, prober.answering)):
+                raise RuntimeError(f"{reason}; last seen: {prober.last}; {seen(processes, gpu)}")
         pause(process, PAUSE_S)
-        if now - begin > tell:
+        if now > tell:
             tell *= 2  # ever more seldom, or these lines would push the engine's own out of what a failure shows
-            say(f"not ready after {now - begin:.0f} s, {last}")
-    raise TimeoutError(f"no token within {limit_s:.0f} s; last answer {last}")
+            say(f"not ready after {now:.0f} s, {prober.last}; {seen(processes, gpu)}")
+    raise TimeoutError(f"no token within {limit_s:.0f} s; last answer {prober.last}; {seen(processes, gpu)}")
+
+
+def seen(processes: Processes, gpu: GpuMemory) -> str:
+    """The state of things in one line."""
+    parts = [f"{processes.read / 1e9:.1f} GB read"]
+    if gpu.used is not None:
+        parts.append(f"{gpu.used >> 20} MiB on its GPUs")
+    if locks := stale_locks(Path.cwd()):
+        parts.append(f"a build's lock lies there, remove it if nothing compiles: {', '.join(locks[:3])}")
+    return "; ".join([*parts, processes.describe() or "no process"])
 
 
 def main() -> int:
     """Exit status for systemd."""
-    pid = int(os.environ["MAINPID"])
-    key_file = os.environ.get("FLEET_API_KEY_FILE")
-    key = Path(key_file).read_text(encoding="utf-8").strip() if key_file else None
+    env = os.environ
+    pid = int(env["MAINPID"])
     try:
-        limit = float(os.environ["FLEET_START_TIMEOUT"])
-        say(wait(os.environ["FLEET_URL"], key, pid, limit))
+        weights = weights_of([path for path in env.get("FLEET_MODELS", "").split(":") if path])
+        judge = Judge(weights, float(env["FLEET_QUIET_S"]), float(env["FLEET_SPIN_S"]))
+        uuids = [uuid for uuid in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if uuid]
+        say(wait(env["FLEET_URL"], api_key(), pid, float(env["FLEET_START_TIMEOUT"]), judge, uuids))
     except Gone:
         say(f"the engine's process {pid} ended before it gave a token; its own lines say why")
         return 1

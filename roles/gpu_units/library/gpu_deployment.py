@@ -6,11 +6,13 @@ from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: gpu_deployment
-short_description: Swap, start and roll back the SGLang instances of a host as one
+short_description: Swap, switch, start and roll back the SGLang instances of a host as one
 description:
   - A deployment is a release and the rendered files of all instances of a host.
   - C(swap) stops what changes, proves that its processes are gone and its GPUs are free, replaces files and links, and
     enables the units. What does not change keeps running.
+  - C(switch) does the same for one instance of the live deployment, which becomes what its entry of O(instances) says, its mode
+    above all; release and other instances stay.
   - C(start) starts every unit that does not run; each start returns when a real token came back.
   - C(rollback) goes back to the previous deployment and starts it.
   - A run that was cut short is mended by the next one; a host has the old or the new deployment, never a mixture.
@@ -19,12 +21,15 @@ options:
     description: What to do.
     type: str
     required: true
-    choices: [swap, start, rollback]
+    choices: [swap, switch, start, rollback]
   instances:
     description: Instances of the host as in the inventory.
     type: list
     elements: dict
     default: []
+  instance:
+    description: Name of the instance that C(switch) changes.
+    type: str
   defaults:
     description: Keys that hold for every instance that does not name them.
     type: dict
@@ -49,6 +54,12 @@ options:
     description: Files that all instances share, as path below / and text.
     type: dict
     default: {}
+  device_policy:
+    description: >-
+      C(closed) shows engines no device but their own GPUs, C(auto) all of the host.
+    type: str
+    choices: [closed, auto]
+    default: closed
   api_keys:
     description: API key by instance. Appears in no output.
     type: dict
@@ -114,6 +125,17 @@ EXAMPLES = r"""
     release: "{{ sglang_venv_release.id }}"
     common: {"etc/systemd/system/sglang@.service": "{{ lookup('ansible.builtin.template', 'sglang@.service.j2') }}"}
 
+- name: Another mode for one instance
+  gpu_deployment:
+    action: switch
+    instance: gpu0
+    instances: "{{ gpu_units_instances }}"
+    defaults: "{{ gpu_units_defaults }}"
+    profile: "{{ kernel_backends_profile }}"
+    modes: "{{ gpu_units_modes }}"
+    gpus: "{{ gpu_host_result.gpus }}"
+    common: "{{ gpu_units_common }}"
+
 - name: Start it
   gpu_deployment:
     action: start
@@ -126,17 +148,17 @@ EXAMPLES = r"""
 RETURN = r"""
 deployment:
   description: The live deployment, without the text of its files. Null when nothing is deployed.
-  returned: swap, start and rollback
+  returned: always
   type: dict
   sample: {"id": "8c1d0f2ab34e", "release": "4f0e9c", "instances": [{"name": "gpu0", "unit": "sglang@gpu0.service"}]}
 what:
   description: Paths and units that differed.
-  returned: swap
+  returned: swap and switch
   type: list
   elements: str
 stopped:
   description: Units that were stopped.
-  returned: swap and rollback
+  returned: swap, switch and rollback
   type: list
   elements: str
 started:
@@ -150,11 +172,11 @@ rolled_back:
   type: bool
 cgroups:
   description: Proof that the control groups of stopped units are empty.
-  returned: swap and rollback, when something changed
+  returned: swap, switch and rollback, when something changed
   type: str
 gpus:
   description: Proof that the GPUs were free, or why none was asked for.
-  returned: swap and rollback, when something changed
+  returned: swap, switch and rollback, when something changed
   type: str
 notes:
   description: What a person should know although it is no failure.
@@ -172,9 +194,11 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpu_units_deploy import Host, load, locked, rollback, start, swap
-from ansible.module_utils.gpu_units_host import Gpus, HostError, Systemd
+from ansible.module_utils.gpu_units_deploy import rollback, swap, switch
+from ansible.module_utils.gpu_units_host import Gpus, HostError, Systemd, minors
 from ansible.module_utils.gpu_units_render import InvalidError, exposed, render
+from ansible.module_utils.gpu_units_start import start
+from ansible.module_utils.gpu_units_state import Host, load, locked
 
 
 def host_of(params: dict[str, Any]) -> Host:
@@ -217,11 +241,14 @@ def public(deployment: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def act(params: dict[str, Any], host: Host, check: bool) -> dict[str, Any]:
     """Do one action; returns what the module returns."""
-    inventory = {key: params[key] for key in ("instances", "defaults", "profile", "modes", "gpus")}
-    if params["action"] == "swap":
-        wanted = render(
-            **inventory, release=params["release"], common=params["common"], start_timeout=params["start_timeout"]
-        )
+    if params["action"] in ("swap", "switch"):
+        same = ("instances", "defaults", "profile", "modes", "release", "common", "start_timeout", "device_policy")
+        numbers = minors()
+        gpus = [{**gpu, "minor": numbers.get(gpu["uuid"])} for gpu in params["gpus"]]
+        wanted = render(**{key: params[key] for key in same}, gpus=gpus)
+        if params["action"] == "switch":
+            result = switch(host, wanted, params["instance"], check)
+            return {**result, "deployment": public(result["deployment"])}
         host.notes += exposed(wanted)
         return {**swap(host, wanted, params["api_keys"], check), "deployment": public(wanted)}
     if params["action"] == "start":
@@ -234,14 +261,16 @@ def main() -> None:
     """Entry point."""
     module = AnsibleModule(
         argument_spec={
-            "action": {"type": "str", "required": True, "choices": ["swap", "start", "rollback"]},
+            "action": {"type": "str", "required": True, "choices": ["swap", "switch", "start", "rollback"]},
             "instances": {"type": "list", "elements": "dict", "default": []},
+            "instance": {"type": "str"},
             "defaults": {"type": "dict", "default": {}},
             "profile": {"type": "dict", "default": {}},
             "modes": {"type": "dict", "default": {}},
             "gpus": {"type": "list", "elements": "dict", "default": []},
             "release": {"type": "str"},
             "common": {"type": "dict", "default": {}},
+            "device_policy": {"type": "str", "choices": ["closed", "auto"], "default": "closed"},
             "api_keys": {"type": "dict", "default": {}, "no_log": True},
             "discard": {"type": "str"},
             "expected": {"type": "list", "elements": "str"},
@@ -254,7 +283,10 @@ def main() -> None:
             "idle_memory": {"type": "int", "default": 1024},
             "journal_lines": {"type": "int", "default": 40},
         },
-        required_if=[("action", "swap", ["release", "profile", "modes"])],
+        required_if=[
+            ("action", "swap", ["release", "profile", "modes"]),
+            ("action", "switch", ["instance", "profile", "modes"]),
+        ],
         supports_check_mode=True,
     )
     os.umask(0o022)

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pwd
+import re
 import shutil
 import subprocess
 import time
@@ -95,23 +96,75 @@ class Systemd:
         return texts
 
 
-def describe(pid: int) -> str:
-    """A process as a person knows it: pid, user, command (arguments may hold secrets, so only the program)."""
+PROC = Path("/proc")
+OWN_UNIT = "FLEET_UNIT"  # in the environment of every engine; children inherit it, wherever they go
+SERVED_FROM = "/opt/sglang-fleet/releases/"
+
+
+def unit_of_process(folder: Path) -> str:
+    """The service or scope that a process (its folder in /proc) runs in, empty if in none."""
+    for line in (folder / "cgroup").read_text(encoding="utf-8").splitlines():
+        for part in reversed(line.rpartition(":")[2].split("/")):
+            if part.endswith((".service", ".scope")):
+                return part
+    return ""
+
+
+def _made_by(folder: Path) -> str:
+    """The unit whose engine a process descends from, as its environment tells; empty if none, or out of sight."""
     try:
-        folder = Path(f"/proc/{pid}")
-        uid = folder.stat().st_uid
-        name = (folder / "comm").read_text(encoding="utf-8", errors="replace").strip()
-        program = (folder / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+        entries = (folder / "environ").read_bytes().split(b"\0")
     except OSError:
+        return ""
+    prefix = f"{OWN_UNIT}=".encode()
+    return next((entry[len(prefix) :].decode(errors="replace") for entry in entries if entry.startswith(prefix)), "")
+
+
+def describe(pid: int, proc: Path = PROC) -> str:
+    """A process as a person knows it: pid, user, program (arguments may hold secrets), its unit, whose orphan it is."""
+    folder = proc / str(pid)
+    try:
+        uid = folder.stat().st_uid
+        stat = (folder / "stat").read_text(encoding="utf-8", errors="replace")
+        name, parent = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2 :].split()[1]
+        program = (folder / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+        unit = unit_of_process(folder)
+    except (OSError, ValueError, IndexError):
         return f"pid {pid}"
     try:
         user = pwd.getpwuid(uid).pw_name
     except KeyError:
         user = str(uid)
-    return f"pid {pid} ({user}: {program or name})"
+    words = [f"{user}: {program or name}"]
+    if unit:
+        words.append(f"in {unit}")
+    if (maker := _made_by(folder)) and maker != unit:
+        words.append(f"left by {maker}")
+    if parent == "1" and not unit.startswith("sglang@"):
+        words.append("its parent is PID 1")
+    return f"pid {pid} ({', '.join(words)})"
 
 
-def pids_of(group: str, proc: Path = Path("/proc")) -> list[int]:
+def strays(units: list[str], proc: Path = PROC) -> list[int]:
+    """Processes of these units' engines that are in no sglang unit any more.
+
+    They are known by their environment, or by the release's cache as working folder (a process that renames itself may
+    have written over its environment); the latter tells no unit, so such a one counts for all.
+    """
+    found = []
+    for folder in proc.glob("[0-9]*"):
+        try:
+            if folder.stat().st_uid == 0 or unit_of_process(folder).startswith("sglang@"):
+                continue  # an administrator's shell is no engine
+            at = str((folder / "cwd").readlink())
+        except OSError:  # ended meanwhile, or a kernel thread
+            continue
+        if _made_by(folder) in units or (at.startswith(SERVED_FROM) and at.endswith("/cache")):
+            found.append(int(folder.name))
+    return sorted(found)
+
+
+def pids_of(group: str, proc: Path = PROC) -> list[int]:
     """Processes in a control group and below it. Read from the processes' side, which is the same with cgroup 1 and 2."""
     if group in ("", "/"):
         return []
@@ -124,6 +177,46 @@ def pids_of(group: str, proc: Path = Path("/proc")) -> list[int]:
         if any(path == group or path.startswith(f"{group}/") for path in paths):
             found.append(int(listing.parent.name))
     return sorted(found)
+
+
+def minors(proc: Path = PROC) -> dict[str, int]:
+    """Number of the device node by UUID, as the driver tells; empty without one. The number is no index of any order."""
+    found = {}
+    for path in proc.glob("driver/nvidia/gpus/*/information"):
+        rows = dict(re.split(r":\s+", line, maxsplit=1) for line in path.read_text().splitlines() if ": " in line + " ")
+        uuid, minor = rows.get("GPU UUID", "").strip(), rows.get("Device Minor", "").strip()
+        if uuid and minor.isdigit():
+            found[uuid] = int(minor)
+    return found
+
+
+def openers(uuids: set[str], proc: Path = PROC) -> list[int]:
+    """Processes that have the device node of a GPU open, of whatever kind; needs root."""
+    nodes = {f"/dev/nvidia{minor}" for uuid, minor in minors(proc).items() if uuid in uuids}
+    found = set()
+    for entry in proc.glob("[0-9]*/fd/*") if nodes else []:
+        try:
+            if str(entry.readlink()) in nodes:
+                found.add(int(entry.parent.parent.name))
+        except OSError:  # closed meanwhile
+            continue
+    return sorted(found)
+
+
+ERROR = re.compile(
+    r"^(?!\s)(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b|\bCUDA error\b|[Oo]ut of memory|^terminate called|^Fatal|"
+    r"undefined symbol|cannot open shared object|^sglang-fleet: not ready|\b(?:error|fatal):|oom-kill"
+)
+STAMP = re.compile(r"^\[[^\]]*\]\s*|^\w+: (?=\w*Error\b)")
+
+
+def first_error(lines: list[str]) -> str | None:
+    """The first line of a journal that says what went wrong; None if none looks like it."""
+    for line in lines:
+        bare = STAMP.sub("", line.rstrip())
+        if ERROR.search(bare) and "server_args=" not in bare:
+            return bare.strip()[:300]
+    return None
 
 
 class Gpus:
@@ -155,6 +248,7 @@ class Gpus:
         if not found:
             found = [
                 f"GPU {uuid}: {memory} MiB used and no process shown (more than {self.idle_mib} MiB of an idle GPU)"
+                + "".join(f"; {describe(pid)} has it open" for pid in openers({uuid}))
                 for uuid, memory in self._query("gpu", "uuid,memory.used")
                 if uuid in uuids and memory.isdigit() and int(memory) > self.idle_mib
             ]

@@ -44,9 +44,7 @@ REQUIRED = ("name", "port", "model_path")
 KNOWN = frozenset(DEFAULTS) | frozenset(REQUIRED)
 
 # Not in the template: systemd drops a dependency of a template on itself with a longer instance name, without an error.
-BASELINE = (
-    HEADER
-    + """\
+BASELINE = """\
 [Unit]
 # An instance and its baseline share GPUs and port: the one that starts ends the other.
 Conflicts={unit}
@@ -57,7 +55,14 @@ After={unit}
 Restart=no
 RestartForceExitStatus=
 """
-)
+
+# Device nodes of the NVIDIA driver that a process needs for computing: nvidiactl, nvidia-uvm and nvidia-uvm-tools, and the
+# capability nodes of MIG and IMEX. Numbers hold without the node (systemd.resource-control(5)); 195 is NVIDIA's in the kernel's
+# Documentation/admin-guide/devices.txt, the other majors are given out at run time and known by name in /proc/devices.
+NVIDIA_MAJOR = 195
+NVIDIA_SHARED = ("/dev/char/195:255", "char-nvidia-uvm", "char-nvidia-caps", "char-nvidia-caps-imex-channels")
+NVIDIA_ALL = ("char-nvidia-frontend", "char-nvidia")  # every GPU, by the name of older and newer drivers
+DEVICE_POLICIES = ("closed", "auto")
 
 # Flags that follow from an instance's keys: a second way to say the same could contradict the first.
 OWNED_FLAGS = {
@@ -120,8 +125,8 @@ def unit_of(name: str) -> str:
 
 
 def dropin_of(name: str) -> str:
-    """Settings of an instance's baseline unit, by their path below /."""
-    return f"{SYSTEMD}/{unit_of(f'{name}.baseline')}.d/10-sglang-fleet.conf"
+    """Settings of one unit beside the template's (an instance's, or with NAME.baseline its baseline's), by their path below /."""
+    return f"{SYSTEMD}/{unit_of(name)}.d/10-sglang-fleet.conf"
 
 
 def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -397,9 +402,41 @@ def engine_env(instance: Data, profile: Data, start_timeout: int) -> Data:
     env["CUDA_VISIBLE_DEVICES"] = ",".join(instance["uuids"])
     env["FLEET_URL"] = url_of(instance["address"], instance["port"])
     env["FLEET_START_TIMEOUT"] = str(start_timeout)
-    if instance["api_key_file"] is not None:
-        env["FLEET_API_KEY_FILE"] = f"/{KEYS}/{instance['name']}"
+    env["FLEET_MODELS"] = ":".join(path for path in (instance["model_path"], instance["draft_model_path"]) if path)
     return dict(sorted(env.items()))
+
+
+def device_lines(instance: Data, gpus: list[Data], policy: str) -> list[str]:
+    """Directives that hide every device but the instance's own GPUs; none with policy `auto`.
+
+    A GPU whose node number is unknown opens all of them: too wide serves, too narrow does not.
+    """
+    if policy != "closed":
+        return []
+    numbers = [next((gpu.get("minor") for gpu in gpus if gpu["uuid"] == uuid), None) for uuid in instance["uuids"]]
+    own = [f"/dev/char/{NVIDIA_MAJOR}:{number}" for number in numbers if number is not None]
+    allowed = [*NVIDIA_SHARED, *(NVIDIA_ALL if None in numbers else own)] if numbers else []
+    # ProtectClock allows the clock's device to be read, which alone would close all others: it belongs to the policy.
+    return ["DevicePolicy=closed", *(f"DeviceAllow={device} rw" for device in allowed), "ProtectClock=yes"]
+
+
+def credential_lines(instance: Data) -> list[str]:
+    """The API key as a credential: systemd reads root's file and shows it to this unit alone."""
+    return [] if instance["api_key_file"] is None else [f"LoadCredential=api_key:/{KEYS}/{instance['name']}"]
+
+
+def service_lines(instance: Data, gpus: list[Data], policy: str) -> list[str]:
+    """Directives of [Service] that differ from instance to instance; what depends on the host's build joins here."""
+    return device_lines(instance, gpus, policy) + credential_lines(instance)
+
+
+def dropins(instance: Data, lines: list[str]) -> dict[str, str]:
+    """The settings of an instance's unit and of its baseline's, by path."""
+    name, own = instance["name"], "".join(f"{line}\n" for line in lines)
+    return {
+        **({dropin_of(name): f"{HEADER}[Service]\n{own}"} if own else {}),
+        dropin_of(f"{name}.baseline"): HEADER + BASELINE.format(unit=unit_of(name)) + own,
+    }
 
 
 def to_yaml(args: Data) -> str:
@@ -423,15 +460,19 @@ def render(
     release: str | None,
     common: dict[str, str],
     start_timeout: int,
+    device_policy: str = "closed",
 ) -> Data:
-    """The wanted deployment (shape above). `common` are files that all instances share, by their path below /."""
+    """The wanted deployment (shape above). `common` are files that all instances share, by their path below /.
+
+    A GPU of `gpus` may have a `minor`, the number of its device node.
+    """
     files = dict(common)
     published = []
     for instance in resolve(instances, defaults, profile, modes, gpus):
         name, mode = instance["name"], instance["mode"]
         env = to_env(engine_env(instance, profile, start_timeout))
         flags = engine_args(instance, profile, modes, mode)
-        files[dropin_of(name)] = BASELINE.format(unit=unit_of(name))
+        files |= dropins(instance, service_lines(instance, gpus, device_policy))
         for config, of in ((name, mode), (f"{name}.baseline", "baseline")):
             files[f"{ETC}/{config}.yaml"] = to_yaml(engine_args(instance, profile, modes, of))
             files[f"{ETC}/{config}.env"] = env
@@ -468,7 +509,24 @@ def deployment_id(deployment: Data) -> str:
 def files_of(name: str) -> list[str]:
     """Files that belong to one instance alone."""
     configs = [f"{ETC}/{config}.{end}" for config in (name, f"{name}.baseline") for end in ("yaml", "env")]
-    return [*configs, dropin_of(name)]
+    return [*configs, dropin_of(name), dropin_of(f"{name}.baseline")]
+
+
+def common_files(deployment: Data) -> dict[str, str]:
+    """Files that all instances of a deployment share."""
+    own = {path for instance in deployment["instances"] for path in files_of(instance["name"])}
+    return {path: text for path, text in deployment["files"].items() if path not in own}
+
+
+def switched(current: Data, rendered: Data, name: str) -> Data:
+    """`current` with one instance as `rendered` has it. It is marked: the inventory knows nothing of it."""
+    own = files_of(name)
+    files = {path: text for path, text in current["files"].items() if path not in own}
+    files |= {path: rendered["files"][path] for path in own if path in rendered["files"]}
+    new = {instance["name"]: instance for instance in rendered["instances"]}
+    instances = [new[name] if instance["name"] == name else instance for instance in current["instances"]]
+    wanted = {"release": current["release"], "profile": current["profile"], "files": files, "instances": instances}
+    return {"id": deployment_id(wanted), **wanted, "switched": True}
 
 
 def changed_instances(old: Data | None, new: Data | None) -> list[Data]:
@@ -477,9 +535,7 @@ def changed_instances(old: Data | None, new: Data | None) -> list[Data]:
         return []
     if new is None or old["release"] != new["release"]:
         return list(old["instances"])
-    own = {path for side in (old, new) for instance in side["instances"] for path in files_of(instance["name"])}
-    common = (set(old["files"]) | set(new["files"])) - own
-    if any(old["files"].get(path) != new["files"].get(path) for path in common):
+    if common_files(old) != common_files(new):
         return list(old["instances"])
     kept = {instance["name"] for instance in new["instances"]}
     return [
