@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import getpass
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +72,37 @@ def test_facts_of_this_machine_can_be_judged() -> None:
     json.dumps(facts)
     verdict = judge("here", {"profile": "auto", "instances": [{"name": "a"}]}, facts)
     assert not verdict["ok"]
+
+
+def test_gpu_facts_come_from_nvml_the_bus_and_the_process_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = recording("h200-nvml")
+    answers["devices"][0]["nvmlDeviceGetComputeRunningProcesses"] = [{"pid": os.getpid(), "usedGpuMemory": 5 << 20}]
+    monkeypatch.setattr(gather, "missing_library", lambda: None)
+    monkeypatch.setattr(gather, "load", lambda packed: NvmlStandIn(answers))
+    monkeypatch.setattr(gather, "gather_placement", lambda pci: {"numa_node": 1, "cpus": "0-3", "width_device_max": 8})
+    monkeypatch.setattr(gather, "nvidia_devices", lambda: ["00000000:00:06.0", "00000000:00:07.0"])
+    facts = gather.gather_gpu()
+    assert shape(facts["gpus"]) == shape(recording("h200")["gpu"]["gpus"])
+    (gpu,) = facts["gpus"]
+    assert (gpu["numa_node"], gpu["cpus"], gpu["pcie"]["width_device_max"], gpu["idle"]) == (1, "0-3", 8, False)
+    assert facts["on_bus"] == ["00000000:00:06.0", "00000000:00:07.0"]
+    (process,) = facts["processes"]
+    assert (process["gpu_uuid"], process["pid"], process["memory_mib"]) == (gpu["uuid"], os.getpid(), 5)
+    assert (process["user"], process["orphan"]) == (getpass.getuser(), False)
+    assert set(process) == {"gpu_uuid", "pid", "memory_mib", "name", "unit", "user", "orphan"}
+
+
+def test_a_driver_that_hangs_is_a_fact_and_no_library_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "which", lambda name, extra: None)
+    monkeypatch.setattr(gather, "missing_library", lambda: "libnvidia-ml.so.1: not there")
+    facts = gather.gather_gpu()
+    assert (facts["error"], facts["nvml"]["error"]) == (None, "libnvidia-ml.so.1: not there")
+    monkeypatch.setattr(gather, "missing_library", lambda: None)
+    monkeypatch.setattr(gather, "load", lambda packed: signal.pause())
+    monkeypatch.setattr(gather, "NVML_SECONDS", 0.2)
+    facts = gather.gather_gpu()
+    assert facts["gpus"] == []
+    assert facts["error"] == "NVML: no answer within 0.2 s"
 
 
 # --- recordings of other machines -----------------------------------------------------------------

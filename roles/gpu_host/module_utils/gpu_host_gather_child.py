@@ -33,7 +33,7 @@ def in_child(work: Callable[[], Any], seconds: float) -> Any:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, os.WNOHANG)
     if answer is None:
-        raise ChildError(f"no answer within {seconds:.0f} s")
+        raise ChildError(f"no answer within {seconds:g} s")
     if not answer:
         raise ChildError("the process that asked died")
     told = json.loads(answer)
