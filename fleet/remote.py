@@ -49,8 +49,8 @@ class Target:
 # --- inventory ---------------------------------------------------------------------------------------------------
 
 
-def targets(inventory: Sequence[str], limit: str | None, prefix: str) -> list[Target]:
-    """The hosts of an inventory that a limit names, all without one, with their variables that begin with `prefix`.
+def targets(inventory: Sequence[str], limit: str | None, *prefixes: str) -> list[Target]:
+    """The hosts of an inventory that a limit names, all without one, with their variables that begin with one of `prefixes`.
 
     Raises Misuse for an inventory that cannot be read, an unknown host, or none at all.
     """
@@ -77,7 +77,7 @@ def targets(inventory: Sequence[str], limit: str | None, prefix: str) -> list[Ta
         found = []
         for host in hosts:
             given = variables.get_vars(host=host)
-            wanted = {k: v for k, v in given.items() if k.startswith(("ansible_", prefix))}
+            wanted = {k: v for k, v in given.items() if k.startswith(("ansible_", *prefixes))}
             found.append(target(host.name, Templar(loader=loader, variables=given).template(wanted), c))
     except AnsibleError as error:
         raise Misuse(f"the inventory cannot be used: {error}") from error

@@ -74,7 +74,8 @@ python: {description: Interpreter for the release as C(version) and C(path); nul
 platform: {description: "Operating system and architecture, as in C(linux-x86_64).", type: str, returned: always}
 gpus: {description: GPUs of the host in PCI order., type: list, elements: dict, returned: always}
 verdict: {description: The verdict with all findings., type: dict, returned: always}
-report: {description: The verdict as lines for people., type: list, elements: str, returned: always}
+report: {description: The verdict as lines for people., type: list, elements: str, returned: success}
+problems: {description: "What holds the host back, as text for people.", type: str, returned: failure}
 """
 
 import json
@@ -144,7 +145,7 @@ def main() -> None:
             msg=f"{module.params['host']}: gpu_host_facts_file is no recording; expected what gpu_host_gather.py --record writes"
         )
     facts = facts_for(wanted, module.params["root"], stand_in, module.params["pynvml"])
-    verdict = judge(module.params["host"], wanted, facts)
+    verdict = judge(module.params["host"], {**wanted, "root": module.params["root"]}, facts)
     python = next((one for one in facts["pythons"] if one["venv"]), None)
     result = {
         "changed": False,
@@ -167,8 +168,9 @@ def main() -> None:
                 f"{module.params['host']}: the verdict could not be written to {module.params['verdict_file']}: {error}"
             )
     if not verdict["ok"] and module.params["enforce"]:
-        # The message alone: Ansible prints a failed result whole, and the rest is in the verdict file.
-        module.fail_json(msg="\n".join(result["report"]))
+        # Ansible prints a failure's message twice, and the rest of its result once.
+        head, *problems = result["report"]
+        module.fail_json(msg=head, problems="\n".join(problems))
     for finding in verdict["findings"]:
         if finding["severity"] != "info":
             module.warn(f"{module.params['host']}: " + "\n".join(rows(finding)))

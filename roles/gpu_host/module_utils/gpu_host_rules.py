@@ -83,10 +83,6 @@ class Case:
         """The file that a person edits for this host: the caller knows its folder."""
         return str(self.wanted.get("where") or f"host_vars/{self.host}.yml (beside the inventory in use)")
 
-    def again(self, text: str) -> str:
-        """A command of ours for this host, with the inventory that the caller was given."""
-        return " ".join([text, f"-l {self.host}", *[f"-i {one}" for one in self.wanted.get("inventory") or []]])
-
     @property
     def gpus(self) -> list[Map]:
         """GPUs of the host in PCI order."""

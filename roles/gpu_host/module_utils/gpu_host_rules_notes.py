@@ -52,7 +52,7 @@ OUTSIDE = {
 @rule(
     "host-guest",
     INFO,
-    "What lies outside is the outer machine's: fixes of findings about it are to be done there.",
+    "What lies outside belongs to the machine that runs this host.",
     source="https://www.freedesktop.org/software/systemd/man/latest/systemd-detect-virt.html",
 )
 def host_guest(case: Case) -> Iterator[Hit]:
@@ -63,7 +63,7 @@ def host_guest(case: Case) -> Iterator[Hit]:
         word = "VM" if kind == "vm" else kind
         yield Hit(
             "the host",
-            f"a {word}" + (f" ({name})" if name else ""),
-            f"{OUTSIDE[kind]} can't be changed from inside",
-            "Nothing, or the outer machine: `systemd-detect-virt` on the host says what it is.",
+            f"a {word}" + (f" ({name})" if name else "") + f": {OUTSIDE[kind]} can't be changed from inside",
+            "known to whoever mends it",
+            "What a fix calls the outer machine's is done there; `systemd-detect-virt` on the host says what it is.",
         )

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges hosts before anything is changed on them, over SSH and without a play: will it work, why not, what to do.
+
+    bin/preflight -l ct200             one host: every problem with its cause and the next step
+    bin/preflight                      all hosts: a table
+    bin/preflight --json               the verdicts as a JSON list
+
+Facts are read on the host, nothing is written there. Exit codes: 0 no host has a blocking finding, 1 one has or gave no answer,
+2 misuse. What is behind each finding is in docs/checks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import base64
+import json
+import os
+import shlex
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ansible.module_utils import gpu_host_judge as judge
+from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
+
+from fleet import remote
+from fleet.smoke import table
+
+REPO = Path(__file__).resolve().parent.parent
+ROLE = REPO / "roles" / "gpu_host"
+MARK = "FACTS "
+# Called on the host in place of a module.
+DOOR = f"""
+import json
+from ansible.module_utils.gpu_host_gather import gather
+def main(payload):
+    print({MARK!r} + json.dumps(gather(**payload)))
+"""
+Map = dict[str, Any]
+
+
+# --- what the inventory wants ------------------------------------------------------------------------------------
+
+
+def settings(host: str, variables: Mapping[str, Any]) -> Map:
+    """Options of the role for a host, checked as its argument spec says. Raises Misuse."""
+    options = yaml.safe_load((ROLE / "meta" / "argument_specs.yml").read_text(encoding="utf-8"))["argument_specs"][
+        "main"
+    ]
+    defaults = yaml.safe_load((ROLE / "defaults" / "main.yml").read_text(encoding="utf-8"))
+    given = {name: variables.get(name, value) for name, value in defaults.items()}
+    checked = ArgumentSpecValidator(options["options"]).validate(given)
+    if checked.error_messages:
+        raise remote.Misuse(f"{host}: {'; '.join(checked.error_messages)}")
+    return {name.removeprefix("gpu_host_"): value for name, value in checked.validated_parameters.items()}
+
+
+def wanted(host: str, variables: Mapping[str, Any]) -> tuple[Map, Map]:
+    """(the inventory's side as the judge takes it, the role's options)."""
+    chosen = settings(host, variables)
+    folder = variables.get("inventory_dir")
+    keys = (
+        "profile",
+        "pythons",
+        "min_driver",
+        "min_systemd",
+        "min_disk_gib",
+        "min_shm_gib",
+        "allow_any_address",
+        "waivers",
+    )
+    asked = {
+        "engine": variables.get("fleet_engine"),
+        "engines": sorted(lock.parent.name for lock in (REPO / "engines").glob("*/lock.txt")),
+        "defaults": variables.get("gpu_units_defaults"),
+        "instances": variables.get("gpu_units_instances"),
+        "root": chosen["root"],
+        "where": near(Path(folder) / "host_vars" / f"{host}.yml") if folder else None,
+        **{key: chosen[key] for key in keys},
+    }
+    return asked, chosen
+
+
+def near(path: Path) -> str:
+    """A path as a person here would write it."""
+    short = os.path.relpath(path)
+    return str(path) if short.startswith("..") else short
+
+
+def recording(host: str, file: str) -> Map:
+    """Facts that stand in for the host's own; empty without a file. Raises Misuse for a file that is none."""
+    if not file:
+        return {}
+    try:
+        return dict(json.loads(Path(file).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise remote.Misuse(f"{host}: gpu_host_facts_file {file} cannot be used: {error}") from error
+
+
+# --- facts from the host -----------------------------------------------------------------------------------------
+
+
+def sources(entry: str) -> dict[str, str]:
+    """Module utilities that `entry` needs, itself included, each after those it imports."""
+    found: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        path = ROLE / "module_utils" / f"{name}.py"
+        if name in found or not path.exists():
+            return
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ansible.module_utils."):
+                add(str(node.module).rpartition(".")[2])
+        found[name] = text
+
+    add(entry)
+    return found
+
+
+def pynvml() -> str:
+    """The control environment's pynvml.py, as `gpu_host_nvml.load` takes it."""
+    spec = find_spec("pynvml")
+    if spec is None or spec.origin is None:
+        raise remote.Misuse("no pynvml here; `source bin/setup.sh` makes an environment that has it")
+    return base64.b85encode(zlib.compress(Path(spec.origin).read_bytes(), 9)).decode("ascii")
+
+
+def program(asked: Map) -> str:
+    """The gathering of one host's facts, as the text of a program."""
+    instances = judge.instances_of(asked)
+    paths = {str(one.get(key)) for one in instances for key in ("model_path", "draft_model_path")}
+    payload = {
+        "root": asked["root"],
+        "pythons": [str(version) for version in asked["pythons"]],
+        "models": sorted(path for path in paths if path.startswith("/")),
+        "addresses": sorted({one["address"] for one in instances if isinstance(one.get("address"), str)}),
+        "pynvml": pynvml(),
+    }
+    return remote.module_program({**sources("gpu_host_gather"), "gpu_host_door": DOOR}, "gpu_host_door", payload)
+
+
+def probe(target: remote.Target, text: str, asked: Map, stand_in: Map, limit: float, inventory: Sequence[str]) -> Map:
+    """The verdict on one host. A host that gives no facts is judged by its inventory alone, and says so."""
+    try:
+        out = remote.run_python(target, text, limit)
+        line = next((line for line in out.splitlines() if line.startswith(MARK)), None)
+        if line is None:
+            raise remote.Unreachable("the program that gathers facts printed none")
+        facts = {**json.loads(line.removeprefix(MARK)), **stand_in}
+        return {**judge.judge(target.name, asked, facts), "gpus": [gpu["name"] for gpu in facts["gpu"]["gpus"]]}
+    except remote.Unreachable as error:
+        verdict = judge.judge(target.name, asked)
+        silent = {
+            "id": "host.reachable",
+            "severity": judge.BLOCK,
+            "thing": f"SSH to {target.address}",
+            "observed": str(error).removeprefix("[Errno None] "),
+            "expected": "facts of the host",
+            "fix": f"Repair it until `{' '.join(['ansible', target.name, *given(inventory)])} -m ansible.builtin.ping` answers.",
+            "why": "A host that does not answer cannot be judged; its inventory was.",
+            "source": "docs/checks.md",
+        }
+        return {**verdict, "ok": False, "findings": [silent, *verdict["findings"]], "gpus": []}
+
+
+# --- text --------------------------------------------------------------------------------------------------------
+
+
+def given(inventory: Sequence[str]) -> list[str]:
+    """The inventory options of a command that a person is told to call."""
+    return [word for one in inventory for word in ("-i", shlex.quote(one))]
+
+
+def devices(names: Sequence[str]) -> str:
+    """`8x RTX PRO 6000` from the names of GPUs."""
+    kinds = dict.fromkeys(names)
+    return ", ".join(f"{list(names).count(kind)}x {kind.removeprefix('NVIDIA ')}" for kind in kinds) or "-"
+
+
+def text_of(verdict: Map, inventory: Sequence[str], info: bool) -> Iterator[str]:
+    """One host as a person reads it, and what to call next."""
+    head, *rest = judge.lines(verdict, info=info)
+    yield head
+    if verdict["gpus"]:
+        yield f"GPUs: {devices(verdict['gpus'])}"
+    yield from rest
+    hidden = sum(finding["severity"] == judge.INFO for finding in verdict["findings"])
+    if hidden and not info:
+        yield f"{hidden} more, only good to know: -v shows them."
+    words = ["-l", verdict["host"], *given(inventory)]
+    if verdict["ok"]:
+        yield f"Next: {' '.join(['ansible-playbook', 'site.yml', *words])}"
+    else:
+        yield f"After the repair: {' '.join(['bin/preflight', *words])}"
+
+
+def table_of(verdicts: Sequence[Map], inventory: Sequence[str]) -> list[str]:
+    """Many hosts, a row each."""
+    rows = [("host", "verdict", "profile", "GPUs", "blocks", "warns", "first problem")]
+    for verdict in verdicts:
+        counts = [sum(one["severity"] == kind for one in verdict["findings"]) for kind in (judge.BLOCK, judge.WARN)]
+        first = next((one for one in verdict["findings"] if one["severity"] != judge.INFO), None)
+        told = " ".join(f"{first['id']}: {first['thing']}: {first['observed']}".split()) if first else "-"
+        rows.append(
+            (
+                verdict["host"],
+                "ok" if verdict["ok"] else "BLOCKED",
+                verdict["profile"] or "-",
+                devices(verdict["gpus"]),
+                *map(str, counts),
+                told if len(told) <= 90 else f"{told[:87]}...",
+            )
+        )
+    return [*table(rows), f"All of a host, with why and fix: {' '.join(['bin/preflight -l HOST', *given(inventory)])}"]
+
+
+# --- command -----------------------------------------------------------------------------------------------------
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bin/preflight", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "-l", "--limit", metavar="HOST,..", help="only these hosts or groups, as in ansible-playbook -l"
+    )
+    parser.add_argument(
+        "-i", "--inventory", action="append", default=[], metavar="FILE", help="default: that of ansible.cfg"
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="also what is only good to know")
+    parser.add_argument("--json", action="store_true", help="print the verdicts as a JSON list")
+    parser.add_argument(
+        "--timeout", type=float, default=60, metavar="S", help="seconds that a host may take (default: 60)"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    try:
+        hosts = remote.targets(args.inventory, args.limit, "gpu_host_", "gpu_units_", "fleet_", "inventory_dir")
+        sides = [wanted(host.name, host.variables) for host in hosts]
+        calls = [
+            (host, program(asked), asked, recording(host.name, chosen["facts_file"]))
+            for host, (asked, chosen) in zip(hosts, sides, strict=True)
+        ]
+    except remote.Misuse as error:
+        print(f"preflight: {error}", file=sys.stderr)
+        return 2
+    with ThreadPoolExecutor(max_workers=min(64, len(hosts))) as pool:
+        verdicts = list(pool.map(lambda call: probe(*call, args.timeout, args.inventory), calls))
+    if args.json:
+        out = [json.dumps(verdicts, indent=1)]
+    elif len(verdicts) == 1:
+        out = list(text_of(verdicts[0], args.inventory, args.verbose))
+    else:
+        out = table_of(verdicts, args.inventory)
+    try:
+        print(*out, sep="\n", flush=True)
+    except BrokenPipeError:  # the reader has seen enough; the exit code is still the verdict
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0 if all(verdict["ok"] for verdict in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
