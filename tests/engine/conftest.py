@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from ansible.module_utils import smoke_backends, smoke_host, smoke_judge
 
+from tests import venv
 from tests.engine import abilities, cases, engine_venv
 from tests.engine.launch import Engine, serve
 
@@ -28,6 +31,19 @@ HERE = Path(__file__).parent
 NANO = HERE.parents[1] / "models/nano"
 EOS = 17  # ".": an end of sequence that the model often writes in the middle of an accepted path
 DEPTH = 15  # drafted positions of the pair
+
+
+def wrong_backends(engine: Engine, mode: str) -> list[dict[str, Any]]:
+    """What the product's smoke finds wrong with the backends of a running engine in a mode."""
+    hooks = yaml.safe_load((HERE.parents[1] / "roles/smoke/files/hooks.yml").read_text())
+    scan = smoke_judge.JournalScan(hooks, mode)
+    for line in engine.log().splitlines():
+        scan.feed(line)
+    states = smoke_host.scheduler_states(engine.url, None, 30, smoke_backends.fields_of(hooks))
+    rows = venv.profile("cpu")["backends"]
+    checks = smoke_backends.judge_backends(hooks, mode, engine.args, states, scan.found, rows, mode)
+    assert {check["id"] for check in checks} >= set(hooks["backends"]) - {"backend.draft"}
+    return [check for check in checks if not check["ok"]]
 
 
 @dataclass(frozen=True)

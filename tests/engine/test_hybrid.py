@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.engine import cases, engine_venv, launch
-from tests.engine.conftest import HERE, Offline
+from tests.engine.conftest import HERE, Offline, wrong_backends
 
 PAIR = HERE.parents[1] / "models/nano-hybrid"
 PROMPTS = HERE.parents[1] / "models/nano/prompts.jsonl"
@@ -84,6 +84,9 @@ def _answers(mode: str, python: Path, walk: cases.Walk, work: Path) -> Answers:
         if "mamba-track-interval" in args:
             longer = [cases.body(ids, ignore_eos=True, max_new_tokens=LONG - done) for ids, done, _ in _behind(walk)]
             again = cases.ask(engine, longer, together=2)
+        hooks = {"baseline": "baseline", "dflash": "dflash"}.get(mode, "ddtree")
+        assert wrong_backends(engine, hooks) == []
+        assert "GDN kernel dispatcher: decode=TritonGDNKernel" in engine.log()
         return Answers(cases.ask(engine, bodies, together=1), batch, again, engine.log())
 
 

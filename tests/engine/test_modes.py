@@ -15,7 +15,7 @@ import yaml
 from ansible.module_utils import smoke_judge
 
 from tests.engine import cases
-from tests.engine.conftest import EOS, Book, Served
+from tests.engine.conftest import EOS, Book, Served, wrong_backends
 
 Answers = dict[str, list[dict[str, Any]]]
 
@@ -206,4 +206,5 @@ def test_hooks_in_the_log(served: Served, repo: Path) -> None:
         scan.feed(line)
     failed = [check for check in smoke_judge.judge_hooks(hooks, scan, served.mode.name) if not check["ok"]]
     assert failed == []
+    assert wrong_backends(served.engine, served.mode.hooks) == []
     assert "Traceback" not in served.engine.log()

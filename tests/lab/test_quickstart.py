@@ -28,6 +28,8 @@ def test_quickstart_ends_with_a_verdict_and_takes_its_host_away(repo: Path) -> N
         assert instance["requests"] >= 16
         assert instance["identical"] == instance["requests"]
         assert instance["tokens_per_step"] > 1
+        ids = {check["id"] for check in report["verdict"]["checks"]}
+        assert {"backend.reported", "backend.attention", "backend.draft", "backend.sampling", "backend.grammar"} <= ids
         assert Path(report["log"]).read_text().count("PLAY RECAP") == 1
         listed = subprocess.run(
             [repo / "bin/lab", "list", "--all", "--json"], capture_output=True, text=True, check=True

@@ -31,7 +31,7 @@ GPUS = [
 @pytest.fixture
 def matrix() -> Data:
     """The data without shared parts, so that a test changes one place only."""
-    return copy.deepcopy(yaml.safe_load(yaml.dump(profiles.matrix(), Dumper=_Plain)))
+    return copy.deepcopy(yaml.safe_load(yaml.dump(profiles.matrix(), Dumper=_Plain, sort_keys=False)))
 
 
 class _Plain(yaml.SafeDumper):
@@ -278,3 +278,22 @@ def test_rows_of_one_profile_that_disagree_are_named(matrix: Data) -> None:
         match="row sm90-hybrid: sampling-backend is flashinfer, another row of its profile says pytorch",
     ):
         matrices.profile_parts(matrices.rows_for(matrices.check(matrix), "sm90", ENGINE))
+
+
+def test_the_table_in_the_docs_is_the_matrix(repo: Path, matrix: Data) -> None:
+    lines = [
+        line.strip("| \n").split(" | ")
+        for line in (repo / "docs/backends.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    rows = {row["id"]: row["backends"] for row in matrix["rows"]}
+    told = set()
+    for ids, _, *cells in lines:
+        for ident in re.findall(r"`([^`]+)`", ids):
+            told.add(ident)
+            for topic, cell in zip(("attention", "sampling", "linear-attention", "moe"), cells, strict=True):
+                if topic not in rows[ident]:
+                    continue
+                assert cell.replace("**", "").split(", ") == list(rows[ident][topic]["allowed"]), (ident, topic)
+                assert re.findall(r"\*\*(\w+)\*\*", cell) == list(dict.fromkeys(rows[ident][topic]["use"].values()))
+    assert told == set(rows)

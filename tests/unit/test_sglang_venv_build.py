@@ -50,7 +50,7 @@ def test_a_build_holds_venv_profile_cache_and_manifest(top: Path, plan: dict[str
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["packages"] == kit.PACKAGES
     assert (manifest["id"], manifest["profile"], manifest["python"]["version"]) == (plan["id"], "sm90", plan["python"])
-    assert set(manifest["seconds"]) == {"uv", "install", "versions", "audit", "profile"}
+    assert set(manifest["seconds"]) == {"uv", "install", "versions", "audit", "profile", "imports"}
 
 
 def test_a_published_release_works_where_it_ends_up(top: Path, plan: dict[str, Any]) -> None:

@@ -124,7 +124,13 @@ def check(data: Any) -> Data:
             places[place].append(row)
     ids = [row["id"] for row in data["rows"]]
     _need(len(ids) == len(set(ids)), "rows", "an id is used twice")
-    return dict(data)
+    order = list(data["topics"])  # merged parts of a row come first in its file
+    return {
+        **data,
+        "rows": [
+            {**row, "backends": {t: row["backends"][t] for t in order if t in row["backends"]}} for row in data["rows"]
+        ],
+    }
 
 
 def _overlap(one: Data, other: Data) -> bool:

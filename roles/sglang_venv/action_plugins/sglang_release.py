@@ -39,6 +39,9 @@ def read_engine(folder: Path, uv_requirements: Path) -> dict[str, Any]:
             "lock": (folder / "lock.txt").read_text(),
             "files": json.loads((folder / "files.json").read_text()),
             "uv": uv_requirements.read_text(),
+            "imports": yaml.safe_load((folder / "imports.yml").read_text())
+            if (folder / "imports.yml").exists()
+            else {},
         }
     except FileNotFoundError as error:
         known = ", ".join(sorted(path.parent.name for path in folder.parent.glob("*/engine.yml"))) or "none"
@@ -62,7 +65,7 @@ class ActionModule(ActionBase):
         plan = self._plan(arguments)
         arguments = {key: value for key, value in arguments.items() if key not in _OWN}
         # What a probe, a check and a converged host need, and no more.
-        short = {key: value for key, value in plan.items() if key != "files"}
+        short = {key: value for key, value in plan.items() if key not in ("files", "imports", "backends")}
         short["profile"] = {"name": plan["profile"]["name"]}
         if state == "probed":
             return self._call(arguments | {"plan": json.dumps({"id": plan["id"]})}, variables)

@@ -212,7 +212,9 @@ def run(module: AnsibleModule) -> dict[str, Any]:
         "release": published_facts(root, plan["id"]),
         "discarded": done["discarded"],
         "seconds": done["seconds"],
-        "manifest": {key: value for key, value in done.get("manifest", {}).items() if key != "packages"},
+        "manifest": {
+            key: value for key, value in done.get("manifest", {}).items() if key not in ("packages", "backends")
+        },
     }
 
 

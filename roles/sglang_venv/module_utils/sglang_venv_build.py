@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.sglang_venv_elf import ElfError, audit, stub_source, undefined_cuda
+from ansible.module_utils.sglang_venv_imports import ImportAudit, audit_imports, import_faults
 from ansible.module_utils.sglang_venv_release import (
     BUILD_PREFIX,
     build_path,
@@ -388,6 +389,23 @@ def _write_profile(plan: Mapping[str, Any], folder: Path, driver_users: Iterable
         raise BuildError(f"gcc could not compile the stub of libcuda.so.1:\n{_tail(done.stderr)}")
 
 
+def _check_imports(plan: Mapping[str, Any], folder: Path, site: Path) -> ImportAudit:
+    """What imports.yml of the engine asks of the venv. BuildError with every fault at once."""
+    verdict = audit_imports(site, plan["imports"], installed(site))
+    modules = [name for name in plan["imports"].get("imports") or [] if (site / name).exists()]
+    if plan["profile"]["name"] == "cpu":
+        verdict.not_imported = "profile cpu: the import check of the patch series imports the engine itself"
+    elif modules and not verdict.faults:
+        verdict.faults = import_faults(folder / "venv" / "bin" / "python", modules)
+        verdict.imported = modules
+    if verdict.faults:
+        raise BuildError(
+            f"packages of the release do not fit {plan['engine']}: {'; '.join(verdict.faults[:8])}"
+            + (f"; and {len(verdict.faults) - 8} more" if len(verdict.faults) > 8 else "")
+        )
+    return verdict
+
+
 def build(plan: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Builds the release of a plan, unless it is published. Answers `{present, path, manifest?, discarded, seconds}`.
 
@@ -458,6 +476,8 @@ def _fill(plan: Mapping[str, Any], options: Options, folder: Path) -> dict[str, 
     if options.uid >= 0:
         os.chown(folder / "cache", options.uid, options.gid)
     stamp("profile")
+    imports = _check_imports(plan, folder, site)
+    stamp("imports")
     manifest = {
         "schema": 1,
         **{key: plan[key] for key in ("id", "engine", "version", "machine", "series", "lock")},
@@ -467,6 +487,8 @@ def _fill(plan: Mapping[str, Any], options: Options, folder: Path) -> dict[str, 
         "link_mode": options.link_mode,
         "packages": plan["packages"],
         "audit": verdict.data(),
+        "imports": imports.data(),
+        "backends": plan["backends"],
         "built": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "seconds": seconds,
     }

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DRIVER", "ElfError", "Owners", "audit", "native_files", "read", "stub_source", "undefined_cuda"]
+__all__ = ["DRIVER", "ElfError", "Owners", "audit", "names", "native_files", "read", "stub_source", "undefined_cuda"]
 
 # Libraries whose soname carries the CUDA major. Not among them: cudnn, nccl, cufft and others, which count for themselves.
 _MAJOR = re.compile(
@@ -43,17 +43,25 @@ class ElfError(ValueError):
 
 @dataclass(frozen=True)
 class Elf:
-    """What a native file asks for: needed sonames, its own soname, names of its undefined dynamic symbols if asked for."""
+    """What a native file asks for: needed sonames, its own soname; if asked for, names of its undefined dynamic symbols and
+    the whole table of its dynamic names."""
 
     needed: tuple[str, ...] = ()
     soname: str = ""
     undefined: tuple[str, ...] = ()
+    table: bytes = b""
 
 
-def read(path: Path, symbols: bool = False) -> Elf | None:
+def names(path: Path) -> set[bytes]:
+    """Every name in the dynamic string table of an ELF file, defined or not; empty for any other file."""
+    elf = read(path, table=True)
+    return set(elf.table.split(b"\0")) if elf else set()
+
+
+def read(path: Path, symbols: bool = False, table: bool = False) -> Elf | None:
     """The dynamic section of a 64-bit little-endian ELF file; None for any other file, device code and static files.
 
-    With `symbols`, the undefined dynamic symbols too. ElfError names a damaged file.
+    With `symbols`, the undefined dynamic symbols too, with `table` the string table. ElfError names a damaged file.
     """
     with path.open("rb") as handle:
         head = handle.read(64)
@@ -65,12 +73,12 @@ def read(path: Path, symbols: bool = False) -> Elf | None:
             return None
         try:
             with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _dynamic(data, offset, size, count, symbols)
+                return _dynamic(data, offset, size, count, symbols, table)
         except (struct.error, ValueError, IndexError) as error:
             raise ElfError(f"{path}: a damaged ELF file ({error})") from None
 
 
-def _dynamic(data: mmap.mmap, offset: int, size: int, count: int, symbols: bool) -> Elf | None:
+def _dynamic(data: mmap.mmap, offset: int, size: int, count: int, symbols: bool, table: bool) -> Elf | None:
     segments = [struct.unpack_from("<IIQQQQQQ", data, offset + index * size) for index in range(count)]
     loads = [(vaddr, start, length) for kind, _, start, vaddr, _, length, _, _ in segments if kind == 1]
     dynamic = next(((start, length) for kind, _, start, _, _, length, _, _ in segments if kind == 2), None)
@@ -107,7 +115,9 @@ def _dynamic(data: mmap.mmap, offset: int, size: int, count: int, symbols: bool)
     undefined: tuple[str, ...] = ()
     if symbols and _DT_SYMTAB in tags:
         undefined = tuple(_undefined(data, tags, place, text))
-    return Elf(tuple(map(text, needed)), text(tags[_DT_SONAME]) if _DT_SONAME in tags else "", undefined)
+    own = text(tags[_DT_SONAME]) if _DT_SONAME in tags else ""
+    whole = data[strings : strings + tags.get(_DT_STRSZ, 0)] if table else b""
+    return Elf(tuple(map(text, needed)), own, undefined, whole)
 
 
 def _undefined(data: mmap.mmap, tags: Mapping[int, int], place: Any, text: Any) -> Iterator[str]:

@@ -47,6 +47,11 @@ def release_id(*, lock: str, series: str, engine: str, python: str, machine: str
         "profile": str(profile["name"]),
         "files": dict(profile.get("files") or {}),
         "stub": sorted(profile.get("stub_symbols") or []) if profile.get("stub_libcuda") else None,
+        # What the rows of the matrix decide, without their sources: the smoke of a release goes by the rows in its manifest.
+        "backends": [
+            [row["id"], row["env"], {name: sorted(topic["allowed"]) for name, topic in row["backends"].items()}]
+            for row in profile.get("backends") or []
+        ],
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:ID_LENGTH]
 
@@ -80,10 +85,12 @@ def make_plan(
     machine: str,
     profile: Mapping[str, Any],
     series: str = "",
+    imports: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The plan of one release. LockError, in words for the person at the inventory, if the engine's files don't fit together.
 
-    `engine` and `overrides` are engine.yml and overrides.yml, `lock` and `uv` are texts of locks, `files` is files.json.
+    `engine`, `overrides` and `imports` are engine.yml, overrides.yml and imports.yml, `lock` and `uv` are texts of locks, `files`
+    is files.json.
     The answer is JSON: id, packages (name -> version), files to install ({package, name, size, sha256, glibc}), bounds.
     """
     name = str(engine["engine"])
@@ -140,6 +147,8 @@ def make_plan(
             "stub_libcuda": bool(profile.get("stub_libcuda")),
             "stub_symbols": sorted(profile.get("stub_symbols") or []),
         },
+        "imports": dict(imports or {}),
+        "backends": list(profile.get("backends") or []),
         "uv": {"version": pin.version, "hashes": list(pin.hashes)},
     }
 
