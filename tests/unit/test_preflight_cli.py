@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bin/preflight: what it takes from the inventory and the host, what a person reads, exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ansible.module_utils import gpu_host_judge
+
+from fleet import preflight, remote
+from tests.unit.judge_kit import good
+
+HERE = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, "ansible_become": False}
+CPU = {
+    "fleet_engine": "sglang-0.5.11",
+    "gpu_host_profile": "cpu",
+    "gpu_units_defaults": {"mode": "baseline", "model_path": "/srv/none"},
+    "gpu_units_instances": [{"name": "cpu0", "gpus": [], "port": 39999, "address": "127.0.0.1"}],
+}
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes an inventory of hosts with these variables and goes where it lies; the options to name it."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(**named: dict[str, Any]) -> list[str]:
+        (tmp_path / "fleet.yml").write_text(yaml.safe_dump({"all": {"hosts": named}}))
+        return ["-i", "fleet.yml"]
+
+    return write
+
+
+def facts(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
+    """Every host answers with the facts of the good one."""
+    told = preflight.MARK + json.dumps({**good()[1], **changed})
+    monkeypatch.setattr(remote, "run_python", lambda target, text, limit: f"motd\n{told}\n")
+
+
+GOOD = {
+    **HERE,
+    "fleet_engine": "sglang-0.5.11",
+    "gpu_units_defaults": good()[0]["defaults"],
+    "gpu_units_instances": good()[0]["instances"],
+}
+
+
+def test_facts_are_gathered_by_a_program_that_needs_nothing_on_the_host(hosts: Any, capsys: Any) -> None:
+    assert preflight.main([*hosts(me={**HERE, **CPU}), "--json"]) == 1
+    (verdict,) = json.loads(capsys.readouterr().out)
+    ids = [finding["id"] for finding in verdict["findings"]]
+    assert "model-missing" in ids and "host.reachable" not in ids
+    assert verdict["profile"] == "cpu"
+    (missing,) = [finding for finding in verdict["findings"] if finding["id"] == "model-missing"]
+    assert "/srv/none" in missing["observed"]
+    assert "host_vars/me.yml" in missing["fix"]
+
+
+def test_every_source_comes_after_those_it_imports() -> None:
+    names = list(preflight.sources("gpu_host_gather"))
+    assert names[-1] == "gpu_host_gather" and names.index("gpu_host_gather_base") < names.index("gpu_host_nvml")
+    assert not [name for name in names if "rules" in name or "judge" in name]
+
+
+def test_a_good_host_is_told_in_few_lines_with_the_next_step(
+    hosts: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts(monkeypatch)
+    assert preflight.main([*hosts(ct200=GOOD)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told == [
+        f"ct200: preflight ok, profile sm120, {len(gpu_host_judge.RULES)} of {len(gpu_host_judge.RULES)} checks hold.",
+        "GPUs: 8x RTX PRO 6000 Blackwell Server Edition",
+        "Next: ansible-playbook site.yml -l ct200 -i fleet.yml",
+    ]
+
+
+def test_information_is_counted_and_shown_on_demand(hosts: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts(monkeypatch, kernel={**good()[1]["kernel"], "cgroup": 1})
+    words = hosts(ct200=GOOD)
+    assert preflight.main(words) == 0
+    assert "1 more, only good to know: -v shows them." in capsys.readouterr().out
+    assert preflight.main([*words, "-v"]) == 0
+    assert "info [cgroup-old]" in capsys.readouterr().out
+
+
+def test_a_host_that_does_not_answer_is_a_finding_beside_those_of_its_inventory(hosts: Any, capsys: Any) -> None:
+    gone = {
+        **CPU,
+        "ansible_host": "127.0.0.1",
+        "ansible_port": 1,
+        "gpu_units_instances": [{"name": "cpu0", "gpus": [], "port": 80}],
+    }
+    words = hosts(gone=gone)
+    assert preflight.main(words) == 1
+    told = capsys.readouterr().out
+    assert "gone: preflight found 2 problems" in told
+    assert "block [host.reachable] SSH to 127.0.0.1: Unable to connect to port 1 on 127.0.0.1; is the host up" in told
+    assert "fix: Repair it until `ansible gone -i fleet.yml -m ansible.builtin.ping` answers." in told
+    assert "block [port-bad]" in told
+    assert "After the repair: bin/preflight -l gone -i fleet.yml" in told
+    assert "Traceback" not in told
+
+
+def test_many_hosts_are_a_table(hosts: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts(monkeypatch, shm=None)
+    bad = {**GOOD, "fleet_engine": "sglang-9"}
+    assert preflight.main([*hosts(ct200=GOOD, ct201=bad)]) == 1
+    head, first, second, last = capsys.readouterr().out.splitlines()
+    assert head.split() == ["host", "verdict", "profile", "GPUs", "blocks", "warns", "first", "problem"]
+    assert first.split()[:3] == ["ct200", "ok", "sm120"] and "0       1      shm-low: /dev/shm: missing" in first
+    assert (
+        second.split()[:2] == ["ct201", "BLOCKED"]
+        and "1       1      engine-unknown: fleet_engine: 'sglang-9'" in second
+    )
+    assert last == "All of a host, with why and fix: bin/preflight -l HOST -i fleet.yml"
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"gpu_host_min_systemd": "new"}, "gpu_host_min_systemd"),
+        ({"gpu_host_facts_file": "none.json"}, "none.json"),
+    ],
+)
+def test_an_inventory_that_cannot_be_meant_is_misuse(hosts: Any, capsys: Any, keys: dict[str, Any], words: str) -> None:
+    assert preflight.main([*hosts(ct200={**GOOD, **keys})]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and "ct200" in told.err and words in told.err
+
+
+def test_an_unknown_host_is_misuse(hosts: Any, capsys: Any) -> None:
+    assert preflight.main([*hosts(ct200=GOOD), "-l", "ct999"]) == 2
+    assert "no host matches 'ct999'" in capsys.readouterr().err
+
+
+def test_recorded_facts_stand_in_and_are_told(
+    hosts: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, repo: Path
+) -> None:
+    facts(monkeypatch)
+    file = str(repo / "tests/unit/data/gpu_host/h200.json")
+    one = {**GOOD, "gpu_host_facts_file": file, "gpu_units_instances": [{"name": "gpu0", "gpus": [0], "port": 30000}]}
+    assert preflight.main([*hosts(ct200=one)]) == 0
+    told = capsys.readouterr().out
+    assert "profile sm90" in told and "GPUs: 1x H200" in told and "warn [facts-stand-in]" in told
+
+
+def test_the_door_and_the_play_ask_the_same(repo: Path) -> None:
+    """Every key that the role's task hands to the module is handed to the judge by the door."""
+    (task,) = yaml.safe_load((repo / "roles/gpu_host/tasks/main.yml").read_text())
+    asked, _ = preflight.wanted("ct200", {"inventory_dir": str(repo / "inventory")})
+    assert set(asked) - {"root"} == set(task["gpu_host_preflight"]["wanted"])
+    assert asked["where"] == "inventory/host_vars/ct200.yml"
