@@ -174,6 +174,14 @@ def test_refused(case: str) -> None:
     assert re.search(words, said), said
 
 
+@pytest.mark.parametrize(("key", "malformed"), [("args", False), ("env", True)])
+def test_preflight_lets_null_take_a_flag_of_the_profile_out(key: str, malformed: bool) -> None:
+    """What that means for a backend is the matrix' to judge."""
+    (rule,) = (rule for rule in gpu_host_rules.RULES if rule.id == "args-malformed")
+    instance = {"name": "gpu0", "args": {}, "env": {}, key: {"moe-runner-backend" if key == "args" else "X": None}}
+    assert bool(list(rule.check(gpu_host_rules.Case(host="h", wanted={}, instances=[instance])))) is malformed
+
+
 ALLOWED: dict[str, tuple[str, Data]] = {
     "nothing asked": ("sm120", {}),
     "the profile's own, said again": ("sm120", {"mode": "ddtree", "args": {"attention-backend": "triton"}}),

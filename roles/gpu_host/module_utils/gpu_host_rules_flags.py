@@ -161,7 +161,8 @@ def args_malformed(case: Case) -> Iterator[Hit]:
                 continue
             for name, value in values.items():
                 spelling = flag(name) if key == "args" else str(name)
-                plain = isinstance(value, (str, int, float, bool)) and "\n" not in str(value)
+                taken_out = key == "args" and value is None  # null takes a flag of the profile out
+                plain = taken_out or (isinstance(value, (str, int, float, bool)) and "\n" not in str(value))
                 listed = (
                     key == "args"
                     and isinstance(value, list)
