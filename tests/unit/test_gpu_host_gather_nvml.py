@@ -31,7 +31,7 @@ def gpu_of(**answers: Any) -> dict[str, Any]:
     return gpu
 
 
-def test_gpus_come_in_pci_order_and_that_is_one_of_numbers() -> None:
+def test_gpus_come_in_pci_order_with_their_own_index() -> None:
     order = ("00010000:01:00.0", "00000000:C1:00.0", "00000000:06:00.0")
     devices = [device(pci, f"GPU-{pci}") for pci in order]
     pairs = [{"a": a, "b": b, "ancestor": 50, "p2p": [a, b, 5, 5]} for a in range(3) for b in range(a + 1, 3)]

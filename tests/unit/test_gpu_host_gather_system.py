@@ -55,7 +55,10 @@ def test_who_keeps_the_clock() -> None:
 def test_a_clock_before_the_systems_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = tmp_path / "os-release"
     built.write_text("")
-    monkeypatch.setattr(gather, "BUILD_FILES", (str(built), str(tmp_path / "none")))
+    older = tmp_path / "status"
+    older.write_text("")
+    os.utime(older, (500_000_000, 500_000_000))
+    monkeypatch.setattr(gather, "BUILD_FILES", (str(older), str(built), str(tmp_path / "none")))
     os.utime(built, (1_000_000_000, 1_000_000_000))
     assert gather.gather_clock()["before_build"] is False
     os.utime(built, (9_000_000_000, 9_000_000_000))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import re
 import types
 import zlib
 from typing import Any
@@ -152,7 +151,9 @@ def gather_nvml(pynvml: Any) -> Facts:
             except pynvml.NVMLError as error:
                 # A GPU that fell off the bus must not hide its healthy neighbours.
                 facts["nvml"]["error"] = f"device {at}: {error}"
-        found.sort(key=lambda one: pci_key(one[1]["pci"]))
+        found.sort(
+            key=lambda one: str(one[1]["pci"])
+        )  # of one width and case, so the order of texts is that of numbers
         facts["gpus"] = [{"index": index, **gpu} for index, (_, gpu) in enumerate(found)]
         handles = [handle for handle, _ in found]
         facts["p2p"] = [pair(nvml, handles, a, b) for a in range(len(handles)) for b in range(a + 1, len(handles))]
@@ -160,11 +161,6 @@ def gather_nvml(pynvml: Any) -> Facts:
     finally:
         pynvml.nvmlShutdown()
     return facts
-
-
-def pci_key(pci: str) -> list[int]:
-    """Sort key of `00000000:c1:00.0`: PCI order is that of numbers, not of letters."""
-    return [int(part, 16) for part in re.split("[:.]", pci)]
 
 
 def describe(nvml: Nvml, handle: Any) -> Facts:
