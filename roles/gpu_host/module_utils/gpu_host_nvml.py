@@ -151,9 +151,8 @@ def gather_nvml(pynvml: Any) -> Facts:
             except pynvml.NVMLError as error:
                 # A GPU that fell off the bus must not hide its healthy neighbours.
                 facts["nvml"]["error"] = f"device {at}: {error}"
-        found.sort(
-            key=lambda one: str(one[1]["pci"])
-        )  # of one width and case, so the order of texts is that of numbers
+        # Addresses have one width and case, so the order of texts is that of numbers.
+        found.sort(key=lambda one: str(one[1]["pci"]))
         facts["gpus"] = [{"index": index, **gpu} for index, (_, gpu) in enumerate(found)]
         handles = [handle for handle, _ in found]
         facts["p2p"] = [pair(nvml, handles, a, b) for a in range(len(handles)) for b in range(a + 1, len(handles))]
