@@ -205,13 +205,17 @@ def inside(case: Case) -> str | None:
 
 def on_kernel(case: Case, fix: str) -> str:
     """A fix that needs the kernel: a container's belongs to the machine that runs it."""
-    return f"On the machine that runs this container: {fix}" if inside(case) == "container" else fix
+    return f"On the machine that runs this container: {_small(fix)}" if inside(case) == "container" else fix
 
 
 def on_metal(case: Case, fix: str) -> str:
     """A fix that needs the hardware or its firmware."""
     kind = inside(case)
-    return f"On the machine that runs this {'VM' if kind == 'vm' else kind}: {fix}" if kind else fix
+    return f"On the machine that runs this {'VM' if kind == 'vm' else kind}: {_small(fix)}" if kind else fix
+
+
+def _small(text: str) -> str:
+    return text[:1].lower() + text[1:]
 
 
 def kernel(case: Case) -> Map:

@@ -109,6 +109,12 @@ def bus(address: Any) -> tuple[int, ...]:
     return tuple(int(part, 16) for part in parts)
 
 
+def logged(address: Any) -> str:
+    """A PCI address as the kernel's log has it: `0000:65:00`."""
+    domain, number, device = bus(address)
+    return f"{domain:04x}:{number:02x}:{device:02x}"
+
+
 def _xids(case: Case, fatal: bool) -> Iterator[tuple[str, Map | None, list[int]]]:
     """(PCI address, its GPU if the host still lists it, numbers) of wanted and of lost GPUs."""
     wanted = {bus(gpu["pci"]): gpu for gpu in wanted_gpus(case)}
@@ -132,7 +138,7 @@ def gpu_xid(case: Case) -> Iterator[Hit]:
     """No Xid of this boot that speaks of the hardware."""
     for pci, gpu, numbers in _xids(case, fatal=True):
         told = ", ".join(f"Xid {number} ({FATAL_XIDS[number]})" for number in dict.fromkeys(numbers))
-        look = f"Read `journalctl -k -b | grep 'Xid.*{pci.split('.')[0].removeprefix('PCI:')}'`"
+        look = f"Read `journalctl -k -b | grep 'Xid.*{logged(pci)}'`"
         if gpu:
             yield Hit(called(gpu), told, "no such Xid since the last boot", f"{look}. {_reset(case, gpu)}")
         else:
@@ -153,7 +159,7 @@ def gpu_xid_program(case: Case) -> Iterator[Hit]:
     for pci, gpu, numbers in _xids(case, fatal=False):
         if gpu:
             counts = ", ".join(f"Xid {number} ({numbers.count(number)} times)" for number in sorted(set(numbers)))
-            grep = f"`journalctl -k -b | grep 'Xid.*{pci.split('.')[0].removeprefix('PCI:')}'`"
+            grep = f"`journalctl -k -b | grep 'Xid.*{logged(pci)}'`"
             yield Hit(called(gpu), counts, "none", f"Look each up in the catalogue; {grep} shows when and by whom.")
 
 

@@ -101,7 +101,7 @@ def mode_unknown(case: Case) -> Iterator[Hit]:
                 label(instance, at),
                 f"mode {shown(instance.get('mode'))}",
                 "one of " + ", ".join(MODES),
-                f"Set mode for it in {case.where} or in gpu_units_defaults.",
+                f"Set mode: ddtree, or another of these, for it in {case.where} or in gpu_units_defaults.",
             )
 
 

@@ -101,7 +101,7 @@ def _folder(case: Case, at: int, instance: Map, key: str) -> Iterator[Hit]:
     model = case.model(path)
     if model is None:
         return
-    fix = f"Copy the model to {path} on the host, or correct {key} in {case.where}."
+    fix = f"Copy it there: `rsync -a FOLDER/ {case.host}:{path}/` from where it lies; or correct {key} in {case.where}."
     if not model["exists"]:
         yield Hit(label(instance, at), f"{key} {path}: no such folder", "a folder with config.json and weights", fix)
     elif model["error"]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ansible.module_utils.gpu_host_rules import BLOCK, Case, Hit, label, ours, rule
+from ansible.module_utils.gpu_host_rules import BLOCK, Case, Hit, Map, label, ours, rule
 
 
 @rule(
@@ -34,9 +34,17 @@ def port_busy(case: Case) -> Iterator[Hit]:
                     label(instance, at),
                     f"port {listener['port']} is held by {who}{unit} on {listener['address']}",
                     "a free port",
-                    f"End that process or set another port for it in {case.where}.",
+                    f"{_end(listener)}, or set another port for it in {case.where}.",
                 )
                 break
+
+
+def _end(listener: Map) -> str:
+    if listener.get("unit"):
+        return f"End it on the host (`systemctl stop {listener['unit']}`)"
+    if listener["pid"]:
+        return f"End it on the host (`kill {listener['pid']}`)"
+    return f"Find it as root (`ss -ltnp 'sport = :{listener['port']}'`) and end it"
 
 
 def _meets(listening: str, asked: Any) -> bool:

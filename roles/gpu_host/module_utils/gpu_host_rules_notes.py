@@ -39,7 +39,7 @@ def cpu_profile(case: Case) -> Iterator[Hit]:
             "gpu_host_profile",
             "cpu",
             "a GPU profile for service",
-            f"Remove gpu_host_profile from {case.where} on a GPU host.",
+            f"Remove gpu_host_profile from {case.where}, or from its group, on a GPU host.",
         )
 
 

@@ -93,8 +93,8 @@ def root_read_only(case: Case) -> Iterator[Hit]:
     """The folder of releases can be written."""
     root, mount = _root(case)
     if "ro" in mount.get("options", ()):
-        look = f"`findmnt -T {root}` names the mount, `mount -o remount,rw MOUNT` changes it, /etc/fstab keeps it"
-        yield Hit(root, "mounted read-only", "mounted read-write", f"{look}; after disk errors look at `dmesg` first.")
+        look = "see `dmesg | tail` for errors of the disk; without any, "
+        yield Hit(root, "mounted read-only", "mounted read-write", f"{look.capitalize()}{_remount(root, 'rw')}.")
 
 
 @rule(
@@ -107,8 +107,7 @@ def root_noexec(case: Case) -> Iterator[Hit]:
     """Files in the folder of releases may be executed."""
     root, mount = _root(case)
     if "noexec" in mount.get("options", ()):
-        look = f"`findmnt -T {root}` names the mount, `mount -o remount,exec MOUNT` changes it"
-        yield Hit(root, "mounted noexec", "mounted exec", f"{look}; take noexec out of its line in /etc/fstab.")
+        yield Hit(root, "mounted noexec", "mounted exec", f"{_remount(root, 'exec')}.")
 
 
 @rule(
@@ -127,6 +126,10 @@ def root_network(case: Case) -> Iterator[Hit]:
             "a file system of the host's own",
             f"Mount a local disk at {root} (a line in /etc/fstab, then `mount {root}`) before the first release is built.",
         )
+
+
+def _remount(root: str, option: str) -> str:
+    return f'`mount -o remount,{option} "$(findmnt -no TARGET -T {root})"`, and the same in its line of /etc/fstab'
 
 
 def _root(case: Case) -> tuple[str, Map]:
@@ -148,9 +151,10 @@ def shm_low(case: Case) -> Iterator[Hit]:
     if shm is None:
         yield Hit(SHM, "missing", "a tmpfs", f"`mkdir -p {SHM} && mount -t tmpfs tmpfs {SHM}`")
     elif shm["total"] < least * GIB:
-        fix = f"`mount -o remount,size={least:g}G {SHM}`, and the same size in /etc/fstab"
+        size = f"{least * 1024:.0f}"
+        fix = f"`mount -o remount,size={size}M {SHM}`, and the same size in /etc/fstab"
         if inside(case) == "container":
-            fix += f"; if that is refused, start the container with `--shm-size={least:g}g`"
+            fix += f"; if that is refused, start the container with --shm-size={size}m"
         why = f", for an instance on {ranks} GPUs" if ranks and least == ranks else ""
         yield Hit(SHM, f"{shm['total'] / GIB:.2f} GiB in all", f"{least:g} GiB{why}", f"{fix}.")
 

@@ -253,6 +253,6 @@ def _set_clock(case: Case) -> str:
 def cgroup_old(case: Case) -> Iterator[Hit]:
     """Control groups of version 2."""
     if kernel(case).get("cgroup") == 1:
-        line = "add systemd.unified_cgroup_hierarchy=1 to GRUB_CMDLINE_LINUX in /etc/default/grub"
+        line = "Add systemd.unified_cgroup_hierarchy=1 to GRUB_CMDLINE_LINUX in /etc/default/grub"
         fix = f"{line}, then `update-grub && systemctl reboot`"
         yield Hit("control groups", "version 1", "version 2", f"{on_kernel(case, fix)}.")

@@ -84,7 +84,7 @@ def _iommu(case: Case) -> Iterator[Hit]:
     if iommu.get("mode") != "translated":
         return
     change = (
-        "add iommu=pt to GRUB_CMDLINE_LINUX in /etc/default/grub, then `update-grub && systemctl reboot` "
+        "Add iommu=pt to GRUB_CMDLINE_LINUX in /etc/default/grub, then `update-grub && systemctl reboot` "
         "(`cat /proc/cmdline` shows it afterwards)"
     )
     for at, instance, direct in over_pcie(case):
@@ -180,7 +180,7 @@ def gpu_bar1(case: Case) -> Iterator[Hit]:
             if 0 < (gpu.get("bar1_total_mib") or 0) <= SMALL_BAR1_MIB < (gpu["memory_total_mib"] or 0)
         ]
         if small:
-            fix = "switch on Above 4G Decoding and Resizable BAR in the firmware (`nvidia-smi -q -d MEMORY | grep -A1 BAR1`)"
+            fix = "Switch on Above 4G Decoding and Resizable BAR in the firmware (`nvidia-smi -q -d MEMORY | grep -A1 BAR1`)"
             yield Hit(
                 label(instance, at),
                 f"BAR1 of GPU {', '.join(str(gpu['index']) for gpu in small)}: {small[0]['bar1_total_mib']} MiB",
