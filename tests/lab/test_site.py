@@ -129,9 +129,14 @@ def aliases(host: LabHost, folder: Path, variables: dict[str, dict[str, Any]]) -
     return inventory
 
 
+BadRuns = tuple[Play, str, str, "subprocess.CompletedProcess[str]"]
+DOOR = ("foreign", "nogpu", "driver")  # mistakes that only the host shows
+
+
 @pytest.fixture(scope="module")
-def bad_runs(bare: LabHost, tmp_path_factory: pytest.TempPathFactory) -> tuple[Play, str, str]:
-    """One run of site.yml on one host under as many names as there are mistakes, with the host before and after it."""
+def bad_runs(bare: LabHost, tmp_path_factory: pytest.TempPathFactory) -> BadRuns:
+    """One run of site.yml on one host under as many names as there are mistakes, the host before and after it, and what
+    bin/preflight says of some of these names."""
     folder = tmp_path_factory.mktemp("bad")
     recorded = json.loads(RECORDED.read_text())
     recorded["gpu"]["driver"] = "575.57.08"
@@ -147,16 +152,19 @@ def bad_runs(bare: LabHost, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     variables = {name: dict(bad.variables) for name, bad in BAD.items()}
     variables["driver"]["gpu_host_facts_file"] = str(folder / "old.json")
     before = fingerprint(bare)
+    inventory = aliases(bare, folder, variables)
     play = run_play(
-        "site.yml", "-f", "5", inventory=aliases(bare, folder, variables), fleet_serial="100%"
+        "site.yml", "-f", "5", inventory=inventory, fleet_serial="100%"
     )  # sshd takes ten new logins at once
+    argv = [str(REPO / "bin/preflight"), "-i", str(inventory), "-l", ",".join(DOOR), "--json"]
+    door = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     after = fingerprint(bare)
     bare.ssh("systemctl stop other; rm -rf /srv/hybrid")
-    return play, before, after
+    return play, before, after, door
 
 
 @pytest.mark.parametrize("name", list(BAD))
-def test_a_bad_inventory_gets_one_clear_error(bad_runs: tuple[Play, str, str], name: str) -> None:
+def test_a_bad_inventory_gets_one_clear_error(bad_runs: BadRuns, name: str) -> None:
     play, bad = bad_runs[0], BAD[name]
     told = play.failure(name)
     assert play.recap[name]["failed"] == 1
@@ -169,8 +177,18 @@ def test_a_bad_inventory_gets_one_clear_error(bad_runs: tuple[Play, str, str], n
         assert word in told, told
 
 
-def test_bad_inventories_change_nothing(bad_runs: tuple[Play, str, str]) -> None:
-    play, before, after = bad_runs
+def test_the_door_finds_over_ssh_what_the_play_finds(bad_runs: BadRuns) -> None:
+    door = bad_runs[3]
+    assert door.returncode == 1, door.stderr
+    blocks = {
+        verdict["host"]: [finding["id"] for finding in verdict["findings"] if finding["severity"] == "block"]
+        for verdict in json.loads(door.stdout)
+    }
+    assert blocks == {name: [BAD[name].rule] for name in DOOR}
+
+
+def test_bad_inventories_change_nothing(bad_runs: BadRuns) -> None:
+    play, before, after, _ = bad_runs
     assert before == after
     assert all(counts["changed"] == 0 for counts in play.recap.values())
 
