@@ -28,8 +28,9 @@ from typing import Any
 import yaml
 from ansible.module_utils import gpu_host_judge as judge
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
+from ansible.module_utils.gpu_host_rules import BLOCK, INFO, WARN
 
-from fleet import remote
+from fleet import backends, remote
 from fleet.smoke import table
 
 REPO = Path(__file__).resolve().parent.parent
@@ -80,6 +81,9 @@ def wanted(host: str, variables: Mapping[str, Any]) -> tuple[Map, Map]:
         "engines": sorted(lock.parent.name for lock in (REPO / "engines").glob("*/lock.txt")),
         "defaults": variables.get("gpu_units_defaults"),
         "instances": variables.get("gpu_units_instances"),
+        "matrix": backends.asked(
+            *(variables.get(n) for n in ("fleet_engine", "gpu_units_instances", "gpu_units_defaults"))
+        ),
         "root": chosen["root"],
         "where": near(Path(folder) / "host_vars" / f"{host}.yml") if folder else None,
         **{key: chosen[key] for key in keys},
@@ -146,7 +150,9 @@ def program(asked: Map) -> str:
     return remote.module_program({**sources("gpu_host_gather"), "gpu_host_door": DOOR}, "gpu_host_door", payload)
 
 
-def probe(target: remote.Target, text: str, asked: Map, stand_in: Map, limit: float, inventory: Sequence[str]) -> Map:
+def probe(
+    target: remote.Target, text: str, asked: Map, stand_in: Map, *, limit: float, inventory: Sequence[str]
+) -> Map:
     """The verdict on one host. A host that gives no facts is judged by its inventory alone, and says so."""
     try:
         out = remote.run_python(target, text, limit)
@@ -159,7 +165,7 @@ def probe(target: remote.Target, text: str, asked: Map, stand_in: Map, limit: fl
         verdict = judge.judge(target.name, asked)
         silent = {
             "id": "host.reachable",
-            "severity": judge.BLOCK,
+            "severity": BLOCK,
             "thing": f"SSH to {target.address}",
             "observed": str(error).removeprefix("[Errno None] "),
             "expected": "facts of the host",
@@ -191,7 +197,7 @@ def text_of(verdict: Map, inventory: Sequence[str], info: bool) -> Iterator[str]
     if verdict["gpus"]:
         yield f"GPUs: {devices(verdict['gpus'])}"
     yield from rest
-    hidden = sum(finding["severity"] == judge.INFO for finding in verdict["findings"])
+    hidden = sum(finding["severity"] == INFO for finding in verdict["findings"])
     if hidden and not info:
         yield f"{hidden} more, only good to know: -v shows them."
     words = ["-l", verdict["host"], *given(inventory)]
@@ -205,8 +211,8 @@ def table_of(verdicts: Sequence[Map], inventory: Sequence[str]) -> list[str]:
     """Many hosts, a row each."""
     rows = [("host", "verdict", "profile", "GPUs", "blocks", "warns", "first problem")]
     for verdict in verdicts:
-        counts = [sum(one["severity"] == kind for one in verdict["findings"]) for kind in (judge.BLOCK, judge.WARN)]
-        first = next((one for one in verdict["findings"] if one["severity"] != judge.INFO), None)
+        counts = [sum(one["severity"] == kind for one in verdict["findings"]) for kind in (BLOCK, WARN)]
+        first = next((one for one in verdict["findings"] if one["severity"] != INFO), None)
         told = " ".join(f"{first['id']}: {first['thing']}: {first['observed']}".split()) if first else "-"
         rows.append(
             (
@@ -255,7 +261,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"preflight: {error}", file=sys.stderr)
         return 2
     with ThreadPoolExecutor(max_workers=min(64, len(hosts))) as pool:
-        verdicts = list(pool.map(lambda call: probe(*call, args.timeout, args.inventory), calls))
+        verdicts = list(
+            pool.map(lambda c: probe(c[0], c[1], c[2], c[3], limit=args.timeout, inventory=args.inventory), calls)
+        )
     if args.json:
         out = [json.dumps(verdicts, indent=1)]
     elif len(verdicts) == 1:

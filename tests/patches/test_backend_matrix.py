@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fleet import backends
 from tests.unit.test_kernel_backends import profiles
 
 Data = dict[str, Any]
@@ -40,7 +41,7 @@ def server_args(engine_site: Path) -> ast.Module:
 
 @pytest.fixture(scope="module")
 def matrix() -> Data:
-    return dict(profiles.matrix())
+    return dict(backends.read())
 
 
 def test_every_choice_of_the_engine_has_a_verdict_in_every_row(server_args: ast.Module, matrix: Data) -> None:

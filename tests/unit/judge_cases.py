@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fleet import backends
 from tests.unit.judge_kit import (
     BUSY,
     CPU,
@@ -47,6 +48,8 @@ IN_LXC = kernel(virt="container", virt_name="lxc")
 TRANSLATED = kernel(iommu={"mode": "translated", "groups": 90, "source": "type of the GPUs' IOMMU groups"})
 AS_H100 = on_gpu(gpus=[gpu(n, compute_cap="9.0", name="NVIDIA H100 PCIe") for n in range(8)])
 REFUSED = "Failed to initialize NVML: Driver/library version mismatch"
+FLASH = {"attention-backend": "fa3"}
+ON_FA3 = both(first(args=FLASH), inventory(matrix=backends.asked("sglang-0.5.11", [{"args": FLASH}], None)))
 MISMATCH = both(
     NO_GPU, on_gpu(nvidia_smi="/usr/bin/nvidia-smi", error=REFUSED, nvml={"version": None, "error": REFUSED})
 )
@@ -110,6 +113,7 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     ("page-size", first(args={"page_size": 16}), ["page-size 16", "ddtree"]),
     ("page-size", first(args={"--page-size": "64"}, mode="ddtree-shadow"), ["64"]),
     ("backend-auto", first(args={"attention_backend": "auto"}), ["attention-backend"]),
+    ("backend-refused", ON_FA3, ["attention-backend: fa3", "row sm120", "no kernels above SM90", "triton", "Remove"]),
     ("args-malformed", first(args=["--x"]), ["args is"]),
     ("args-malformed", first(args={"chat template": "x"}), ["chat template"]),
     ("args-malformed", first(args={"chat-template": {"a": 1}}), ["chat-template"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,13 @@ import pytest
 import yaml
 from ansible.errors import AnsibleError
 from ansible.module_utils import gpu_host_judge, gpu_host_rules
+from ansible.module_utils import gpu_host_rules_backends as backend_rules
 from ansible.module_utils import gpu_host_rules_toolchain as toolchain
 from ansible.module_utils import kernel_backends_matrix as matrices
 
+from fleet import backends
 from tests.unit.test_kernel_backends import profiles
 
-assert gpu_host_judge
 Data = dict[str, Any]
 ENGINE = "sglang-0.5.11"
 GPUS = [
@@ -31,7 +33,7 @@ GPUS = [
 @pytest.fixture
 def matrix() -> Data:
     """The data without shared parts, so that a test changes one place only."""
-    return copy.deepcopy(yaml.safe_load(yaml.dump(profiles.matrix(), Dumper=_Plain, sort_keys=False)))
+    return copy.deepcopy(yaml.safe_load(yaml.dump(backends.read(), Dumper=_Plain, sort_keys=False)))
 
 
 class _Plain(yaml.SafeDumper):
@@ -39,9 +41,19 @@ class _Plain(yaml.SafeDumper):
         return True
 
 
-def refused(profile: str = "sm120", **instance: Any) -> list[str]:
-    one = {"name": "gpu0", "gpus": [0], "mode": "baseline", **instance}
-    return list(profiles.refusals(profile, [one], {}, GPUS))
+def hits(
+    profile: str, instances: list[Any], defaults: Any = None, models: Data | None = None
+) -> list[gpu_host_rules.Hit]:
+    """What the preflight's rule says of an inventory, with as much of the matrix as reaches a host."""
+    wanted = {"instances": instances, "defaults": defaults, "matrix": backends.asked(ENGINE, instances, defaults)}
+    facts = {"gpu": {"gpus": GPUS}, "models": models or {}}
+    case = gpu_host_rules.Case("ct200", wanted, facts, gpu_host_judge.instances_of(wanted), profile)
+    return list(backend_rules.backend_refused(case))
+
+
+def refused(profile: str = "sm120", models: Data | None = None, **instance: Any) -> list[gpu_host_rules.Hit]:
+    one = {"name": "gpu0", "gpus": [0], "mode": "baseline", "model_path": "/srv/m", **instance}
+    return hits(profile, [one], models=models)
 
 
 # -- the data ----------------------------------------------------------------------------------------------------------
@@ -136,12 +148,15 @@ def test_the_chosen_row_is_told_in_one_line_and_published() -> None:
 
 
 def test_a_forbidden_backend_is_refused_with_row_reason_source_and_way_out() -> None:
-    (said,) = refused(args={"attention_backend": "trtllm_mha"})
-    assert said == (
-        "instance gpu0: args attention-backend: trtllm_mha is refused by row sm120 (SM 12.0): trtllm-gen kernels exist for "
-        'SM100 and SM103 alone (TllmGenFmhaRunner ends in "Unsupported architecture"). '
-        "(https://github.com/flashinfer-ai/flashinfer/issues/3263, 2026-12-01) Allowed: flashinfer, triton. "
-        "Remove attention-backend from args and the profile's is taken"
+    (hit,) = refused(args={"attention_backend": "trtllm_mha"})
+    assert hit == gpu_host_rules.Hit(
+        "instance gpu0",
+        "args: attention-backend: trtllm_mha, refused by row sm120 (SM 12.0): trtllm-gen kernels exist for SM100 and SM103 "
+        'alone (TllmGenFmhaRunner ends in "Unsupported architecture") (https://github.com/flashinfer-ai/flashinfer/issues/3263, '
+        "2026-12-01)",
+        "triton or flashinfer",
+        "Remove attention-backend from args of it in host_vars/ct200.yml (beside the inventory in use); the profile's own choice "
+        "is taken then.",
     )
 
 
@@ -152,7 +167,7 @@ REFUSED: dict[str, tuple[str, Data, str]] = {
     "unknown to the matrix": ("sm90", {"args": {"attention-backend": "brand_new"}}, "not in the matrix"),
     "spark": ("sm120", {"gpus": [1], "args": {"sampling-backend": "flashinfer"}}, r"row sm121 \(SM 12.1\)"),
     "tree on flashinfer": ("sm90", {"mode": "ddtree", "args": {"attention-backend": "flashinfer"}}, "refused in mode ddtree"),
-    "tree by default": ("sm90", {"mode": "ddtree", "args": {"attention-backend": "fa3"}}, "Allowed: triton"),
+    "tree by default": ("sm90", {"mode": "ddtree", "args": {"attention-backend": "fa3"}}, "an ancestor mask"),
     "drafter on trtllm": ("sm100", {"mode": "dflash", "args": {"attention-backend": "trtllm_mha"}}, "refused in mode dflash"),
     "tree on flashinfer's nets": ("sm90", {"mode": "ddtree", "args": {"linear-attn-backend": "flashinfer"}}, "parent links"),
     "nets on flashinfer": ("sm120", {"args": {"linear-attn-decode-backend": "flashinfer"}}, "row sm120-hybrid"),
@@ -160,7 +175,7 @@ REFUSED: dict[str, tuple[str, Data, str]] = {
     "the engine's own experts": ("sm100", {"args": {"moe-runner-backend": None}}, r"null \(the engine's own choice\)"),
     "the engine's own attention": ("sm90", {"args": {"attention-backend": None}}, "not in the matrix"),
     "fused all-reduce": ("sm120", {"args": {"enable-flashinfer-allreduce-fusion": True}}, "graph capture fails"),
-    "DeepGEMM on": ("sm120", {"env": {"SGLANG_ENABLE_JIT_DEEPGEMM": "1"}}, "needs '0'"),
+    "DeepGEMM on": ("sm120", {"env": {"SGLANG_ENABLE_JIT_DEEPGEMM": "1"}}, "SGLANG_ENABLE_JIT_DEEPGEMM: 1, refused by row sm120"),
     "a GPU's sampler on the CPU": ("cpu", {"gpus": [], "args": {"sampling-backend": "flashinfer"}}, "Needs a GPU"),
 }  # fmt: skip
 
@@ -168,10 +183,12 @@ REFUSED: dict[str, tuple[str, Data, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str) -> None:
     profile, instance, words = REFUSED[case]
-    (said,) = refused(profile, **instance)
-    assert said.startswith("instance gpu0: ")
-    assert "https://" in said or "nobody has looked at it" in said
-    assert re.search(words, said), said
+    (hit,) = refused(profile, **instance)
+    assert hit.thing == "instance gpu0"
+    assert "https://" in hit.observed or "nobody has looked at it" in hit.observed
+    assert re.search(words, hit.observed), hit.observed
+    assert hit.expected
+    assert hit.fix.startswith("Remove ")
 
 
 @pytest.mark.parametrize(("key", "malformed"), [("args", False), ("env", True)])
@@ -203,23 +220,50 @@ def test_allowed(case: str) -> None:
 
 def test_defaults_are_judged_as_every_instance() -> None:
     defaults = {"mode": "dflash", "args": {"attention_backend": "fa3"}, "env": {"SGLANG_ENABLE_JIT_DEEPGEMM": "1"}}
-    said = profiles.refusals(
-        "sm120", [{"name": "a", "gpus": [0]}, {"name": "b", "args": {"attention-backend": "triton"}}], defaults, GPUS
+    told = hits(
+        "sm120", [{"name": "a", "gpus": [0]}, {"name": "b", "env": {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}}], defaults
     )
-    assert [line.split(":")[0] for line in said] == ["instance a", "instance a", "instance b"]
-    assert all("SGLANG_ENABLE_JIT_DEEPGEMM" in line for line in said[1:])
+    assert [(hit.thing, hit.observed.split(": ")[1]) for hit in told] == [
+        ("instance a", "attention-backend"), ("instance a", "SGLANG_ENABLE_JIT_DEEPGEMM"), ("instance b", "attention-backend"),
+    ]  # fmt: skip
+    assert told[1].expected == "0"
 
 
-def test_the_lookup_fails_with_every_refusal_and_changes_nothing() -> None:
-    instances = [
-        {"name": "gpu0", "gpus": [0], "args": {"attention-backend": "fa3"}},
-        {"name": "gpu1", "args": "malformed"},
-    ]
-    with pytest.raises(
-        AnsibleError, match=r"nothing was changed.*\ninstance gpu0: args attention-backend: fa3 is refused"
-    ):
-        profiles.LookupModule().run(["sm120"], engine=ENGINE, gpus=GPUS, instances=[*instances, None], defaults=None)
-    (profile,) = profiles.LookupModule().run(["sm120"], engine=ENGINE, gpus=GPUS[:1], instances=[], defaults={})
+def test_the_models_family_chooses_among_the_rows() -> None:
+    """On Blackwell the engine takes fewer attention backends for gated delta nets; without the model's facts both rows speak."""
+    nets = {"/srv/m": {"hybrid": True, "model_type": "qwen3_next"}}
+    (hit,) = refused(models=nets, args={"attention-backend": "torch_native"})
+    assert "row sm120-hybrid" in hit.observed and "for gated delta nets" in hit.observed
+    (hit,) = refused(models={"/srv/m": {"hybrid": False}}, args={"attention-backend": "torch_native"})
+    assert "row sm120 (SM 12.0)" in hit.observed
+    for other in ({"hybrid": True, "model_type": "mamba"}, {"exists": False}):
+        (hit,) = refused(models={"/srv/m": other}, args={"attention-backend": "torch_native"})
+        assert "row sm120 (SM 12.0)" in hit.observed
+    assert refused(models={"/srv/m": {"hybrid": False}}, args={"linear-attn-backend": "flashinfer"}) == [], (
+        "it has no effect"
+    )
+
+
+@pytest.mark.parametrize("instances", [None, "gpu0", [None], [{"name": "a", "args": "x", "env": 3, "gpus": 7}], []])
+def test_malformed_inventories_are_left_to_their_rules(instances: Any) -> None:
+    assert hits("sm120", instances, "x") == []
+
+
+def test_only_what_is_asked_for_travels_to_the_host() -> None:
+    none = backends.asked(ENGINE, [{"name": "a", "args": {"max-running-requests": 4}}], {})
+    assert none["topics"] == {} and all(not row["backends"] and not row["env"] for row in none["rows"])
+    some = backends.asked(ENGINE, [{"args": {"attention_backend": "fa3"}}], {"args": {"moe-runner-backend": None}})
+    assert set(some["topics"]) == {"attention", "moe"}
+    assert len(json.dumps(some)) < 12000
+    assert backends.asked("sglang-0.5.99", [], {})["rows"] == backends.asked(None, [], {})["rows"] == []
+
+
+def test_a_site_can_waive_it_with_a_reason() -> None:
+    assert "backend-refused" in gpu_host_judge.WAIVABLE
+
+
+def test_the_lookup_takes_the_rows_of_the_hosts_gpus() -> None:
+    (profile,) = profiles.LookupModule().run(["sm120"], engine=ENGINE, gpus=GPUS[:1])
     assert [row["id"] for row in profile["backends"]] == ["sm120", "sm120-hybrid"]
 
 

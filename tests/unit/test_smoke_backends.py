@@ -14,6 +14,7 @@ from ansible.module_utils import smoke_backends as backends
 from ansible.module_utils import smoke_host as sh
 from ansible.module_utils import smoke_judge as judge
 
+from fleet import backends as control
 from tests.unit.smoke_fakes import DATA, HOOKS, INSTANCE_FILE, SERVER_INFO, FakeHost, engine, log, replay
 from tests.unit.test_kernel_backends import profiles
 
@@ -183,7 +184,7 @@ def test_rows_come_from_the_manifest_of_the_release(tmp_path: Path) -> None:
 
 
 def test_every_entry_is_complete_and_of_a_topic_of_the_matrix() -> None:
-    topics = set(profiles.matrix()["topics"])
+    topics = set(control.read()["topics"])
     assert {entry["topic"] for entry in HOOKS["backends"].values()} == topics
     for ident, entry in HOOKS["backends"].items():
         assert ident.startswith("backend.")

@@ -7,6 +7,7 @@ from typing import Any
 
 # Importing the rules registers them.
 from ansible.module_utils import (
+    gpu_host_rules_backends,
     gpu_host_rules_driver,
     gpu_host_rules_flags,
     gpu_host_rules_gpus,
@@ -39,6 +40,7 @@ SUBJECTS = (
     gpu_host_rules_network,
     gpu_host_rules_models,
     gpu_host_rules_hybrid,
+    gpu_host_rules_backends,
     gpu_host_rules_notes,
 )
 _PLACE = {subject.__name__: at for at, subject in enumerate(SUBJECTS)}

@@ -10,7 +10,6 @@ short_description: Load a device profile of SGLang
 description:
   - Reads C(files/profiles/<name>.yml) of the role and the rows of C(files/matrix.yml) that are for it, checks them and returns
     what an engine of that profile needs.
-  - With O(instances), refuses backends and variables that the matrix forbids for the host's GPUs.
   - Runs on the controller and touches no host.
 options:
   _terms:
@@ -25,20 +24,11 @@ options:
     type: list
     elements: dict
     default: []
-  instances:
-    description: Instances as in C(gpu_units_instances).
-    type: list
-    elements: dict
-    default: []
-  defaults:
-    description: What is merged under every instance, as in C(gpu_units_defaults).
-    type: dict
-    default: {}
 """
 
 EXAMPLES = r"""
 - ansible.builtin.set_fact:
-    kernel_backends_profile: "{{ lookup('kernel_backends_profile', 'sm90', engine=fleet_engine, instances=gpu_units_instances) }}"
+    kernel_backends_profile: "{{ lookup('kernel_backends_profile', 'sm90', engine=fleet_engine, gpus=gpu_host_result.gpus) }}"
 """
 
 RETURN = r"""
@@ -68,13 +58,11 @@ from ansible.plugins.lookup import LookupBase
 REPO = Path(__file__).resolve().parents[3]
 if str(REPO) not in sys.path:
     sys.path.append(str(REPO))
-import_module("fleet")
+backends = import_module("fleet.backends")
 
 from ansible.module_utils import kernel_backends_matrix as matrices
 
 ENGINE = "sglang-0.5.11"
-# Safe and quick: the matrix is read for every host of a run.
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 FILES = Path(__file__).resolve().parent.parent / "files"
 KEYS = {"name", "summary", "args", "env", "files", "stub_libcuda"}
 FLAG = re.compile(r"[a-z][a-z0-9-]*\Z")
@@ -135,12 +123,6 @@ def _texts(data: dict[str, Any], files: Path, where: str) -> dict[str, str]:
     return texts
 
 
-def matrix(files: Path = FILES) -> dict[str, Any]:
-    """The checked matrix. Raises MatrixError where it breaks its schema."""
-    checked: dict[str, Any] = matrices.check(yaml.load((files / "matrix.yml").read_bytes(), LOADER))  # noqa: S506 - a safe one
-    return checked
-
-
 def load(name: str, files: Path = FILES, engine: str = ENGINE, capabilities: Iterable[str] = ()) -> dict[str, Any]:
     """Load and check one profile; what the matrix says about its backends is part of it.
 
@@ -165,7 +147,7 @@ def load(name: str, files: Path = FILES, engine: str = ENGINE, capabilities: Ite
     _need(data.get("name") == name, where, f"says it is {data.get('name')!r}")
     args = _table(data, "args", "flag", FLAG, where)
     env = _table(data, "env", "name", VARIABLE, where)
-    known_backends = matrix(files)
+    known_backends = backends.read(files / "matrix.yml")
     rows = matrices.rows_of(matrices.rows_for(known_backends, name, engine), capabilities)
     flags, required = matrices.profile_parts(rows)
     owned = {flag for topic in known_backends["topics"].values() for flag in topic.get("flags") or topic["switches"]}
@@ -193,47 +175,11 @@ def load(name: str, files: Path = FILES, engine: str = ENGINE, capabilities: Ite
     }
 
 
-def refusals(
-    name: str,
-    instances: list[Any],
-    defaults: dict[str, Any],
-    gpus: list[dict[str, Any]],
-    engine: str = ENGINE,
-    files: Path = FILES,
-) -> list[str]:
-    """What the matrix refuses of an inventory, one sentence each; malformed parts are left to the preflight's rules."""
-    data = matrix(files)
-    rows = matrices.rows_for(data, name, engine)
-    found = []
-    for instance in instances:
-        if not isinstance(instance, dict):
-            continue
-        merged = {"mode": "ddtree", **defaults, **instance}
-        for key in ("args", "env"):
-            layers = [layer.get(key) for layer in (defaults, instance)]
-            merged[key] = {k: v for layer in layers if isinstance(layer, dict) for k, v in layer.items()}
-        merged["args"] = {str(flag).lstrip("-").replace("_", "-"): value for flag, value in merged["args"].items()}
-        asked = {str(gpu) for gpu in merged.get("gpus") or []}
-        mine = [gpu for gpu in gpus if {str(gpu.get("index")), str(gpu.get("uuid"))} & asked]
-        found += matrices.refusals(data, matrices.rows_of(rows, [str(gpu.get("compute_cap")) for gpu in mine]), merged)
-    return found
-
-
 class LookupModule(LookupBase):
     def run(self, terms: list[Any], variables: dict[str, Any] | None = None, **kwargs: Any) -> list[dict[str, Any]]:
         engine = str(kwargs.get("engine") or ENGINE)
-        defaults = kwargs.get("defaults")
-        gpus = [gpu for gpu in kwargs.get("gpus") or [] if isinstance(gpu, dict)]
-        capabilities = [str(gpu.get("compute_cap")) for gpu in gpus]
-        inventory = (kwargs.get("instances") or [], defaults if isinstance(defaults, dict) else {}, gpus)
+        capabilities = [str(gpu.get("compute_cap")) for gpu in kwargs.get("gpus") or []]
         try:
-            profiles = [load(str(term), engine=engine, capabilities=capabilities) for term in terms]
-            problems = [line for term in terms for line in refusals(str(term), *inventory, engine=engine)]
+            return [load(str(term), engine=engine, capabilities=capabilities) for term in terms]
         except (ProfileError, matrices.MatrixError) as error:
             raise AnsibleError(f"kernel_backends: {error}") from error
-        if problems:
-            raise AnsibleError(
-                "kernel_backends: nothing was changed, the inventory asks for what this host can't run:\n"
-                + "\n".join(problems)
-            )
-        return profiles

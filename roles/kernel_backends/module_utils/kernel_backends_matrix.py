@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 Data = dict[str, Any]
 
@@ -209,45 +209,101 @@ def summary(rows: Iterable[Data]) -> str:
 # -- judgement ---------------------------------------------------------------------------------------------------------
 
 
-def refusals(data: Data, rows: list[Data], instance: Mapping[str, Any]) -> list[str]:
-    """Why an instance `{name, mode, args: {flag: value}, env}` can't be served; one sentence for each value, or none.
+class Refusal(NamedTuple):
+    """A flag or variable that can't be served: `observed` says who refuses it and why, `allowed` what may be asked for."""
 
-    A value is refused if every row that speaks of its topic refuses it, or the mode does. Flags are in their dashed spelling.
+    name: str
+    observed: str
+    allowed: tuple[str, ...]
+
+
+def narrowed(data: Data, engine: str, layers: Iterable[Any]) -> Data:
+    """As much of the matrix as can judge what an inventory asks for: `{topics, modes, rows}`, small enough to travel to a host.
+
+    `layers` are the instances and their defaults; anything malformed among them is left to other rules. Rows are those of the
+    engine, none for one without a version. Claims are kept where they can be told.
     """
-    args, env = instance.get("args") or {}, instance.get("env") or {}
-    mode = str(instance.get("mode"))
-    where = f"instance {instance.get('name')}"
+    asked: dict[str, set[str]] = {}
+    variables: set[str] = set()
+    for layer in layers:
+        args, env = (layer.get(key) for key in ("args", "env")) if isinstance(layer, dict) else (None, None)
+        for topic in data["topics"].values():
+            for flag, value in _asked(topic, dashed(args)):
+                asked.setdefault(flag, set()).add(value)
+        variables |= set(map(str, env)) if isinstance(env, dict) else set()
+    topics = {
+        name: topic
+        for name, topic in data["topics"].items()
+        if set(topic.get("flags") or topic["switches"]) & set(asked)
+    }
+    values = {value for some in asked.values() for value in some}
+    try:
+        number = version(engine.removeprefix("sglang-"))
+    except MatrixError:
+        number = ()
+    return {
+        "topics": topics,
+        "modes": {m: {t: v for t, v in narrow.items() if t in topics} for m, narrow in data["modes"].items()},
+        "rows": [
+            {
+                **{key: row[key] for key in ("id", "profile", "sm", "families")},
+                "env": {name: entry for name, entry in row["env"].items() if name in variables},
+                "backends": {
+                    name: {
+                        "allowed": dict.fromkeys(topic["allowed"]),
+                        "forbidden": {value: claim for value, claim in topic["forbidden"].items() if value in values},
+                    }
+                    for name, topic in row["backends"].items()
+                    if name in topics
+                },
+            }
+            for row in data["rows"]
+            if version(row["engines"]["from"]) <= number < version(row["engines"]["below"])
+        ],
+    }
+
+
+def dashed(args: Any) -> Data:
+    """Flags in their one spelling: `page_size`, `page-size` and `--page-size` are the same. {} for anything but a map."""
+    return (
+        {str(flag).strip().lstrip("-").replace("_", "-"): v for flag, v in args.items()}
+        if isinstance(args, dict)
+        else {}
+    )
+
+
+def refusals(data: Data, rows: list[Data], instance: Mapping[str, Any]) -> list[Refusal]:
+    """Why an instance `{mode, args, env}` can't be served on the GPUs and with the model that these rows are for.
+
+    A value is refused if every row that speaks of its topic refuses it, or the mode does. `data` may be narrowed.
+    """
     found = []
+    mode = str(instance.get("mode"))
     for name, names in data["topics"].items():
         speaking = [(row, row["backends"][name]) for row in rows if name in row["backends"]]
-        narrowed = data["modes"].get(mode, {}).get(name)
-        for flag, value in _asked(names, args):
+        narrow = data["modes"].get(mode, {}).get(name)
+        for flag, value in _asked(names, dashed(instance.get("args"))):
             verdicts = [_refused(row, topic, value) for row, topic in speaking]
+            allowed = list(
+                dict.fromkeys(v for _, topic in speaking for v in topic["allowed"] if narrow is None or v in narrow)
+            )
+            said = "null (the engine's own choice)" if value == UNSET else "true" if value == flag else value
             if verdicts and all(verdicts):
-                allowed = {v for _, topic in speaking for v in topic["allowed"]}
-                allowed &= allowed if narrowed is None else set(narrowed)
-                found.append(
-                    f"{where}: args {flag}: {_shown(args[flag])} is refused by {verdicts[0]} "
-                    f"{_way_out(flag, names, sorted(allowed))}"
-                )
-            elif narrowed is not None and value not in narrowed:
-                found.append(
-                    f"{where}: args {flag}: {_shown(args[flag])} is refused in mode {mode}: "
-                    f"{_because(next(iter(narrowed.values())))} {_way_out(flag, names, sorted(narrowed))}"
-                )
-    for variable, value in env.items():
+                found.append(Refusal(flag, f"{said}, refused by {verdicts[0]}", tuple(allowed)))
+            elif narrow is not None and value not in narrow:
+                because = _because(next(iter(narrow.values())))
+                found.append(Refusal(flag, f"{said}, refused in mode {mode}: {because}", tuple(allowed)))
+    env = instance.get("env")
+    for variable, value in env.items() if isinstance(env, dict) else ():
         against = [(row, row["env"][variable]) for row in rows if variable in row["env"]]
         if against and len(against) == len(rows) and all(str(value) != entry["value"] for _, entry in against):
             row, entry = against[0]
-            found.append(
-                f"{where}: env {variable}: {value!r} is refused by row {row['id']}, which needs {entry['value']!r}: "
-                f"{_because(entry)} Remove {variable} from env"
-            )
+            found.append(Refusal(variable, f"{value}, refused by {_told(row)}: {_because(entry)}", (entry["value"],)))
     return found
 
 
 def _asked(names: Data, args: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(flag, value) of a topic that an instance asks for."""
+    """(flag, value) of a topic that an instance asks for; for a switch that is on, its name is the value."""
     for flag in names.get("flags") or names["switches"]:
         if flag in args:
             if "flags" in names:
@@ -260,20 +316,13 @@ def _refused(row: Data, topic: Data, value: str) -> str:
     """Which row refuses a value and why; empty where it is allowed."""
     if value in topic["allowed"]:
         return ""
-    if value in topic["forbidden"]:
-        return f"row {row['id']} (SM {', '.join(row['sm'])}): {_because(topic['forbidden'][value])}"
-    return f"row {row['id']} (SM {', '.join(row['sm'])}): it is not in the matrix, so nobody has looked at it."
+    claim = topic["forbidden"].get(value)
+    return f"{_told(row)}: {_because(claim) if claim else 'it is not in the matrix, so nobody has looked at it'}"
+
+
+def _told(row: Data) -> str:
+    return f"row {row['id']} (SM {', '.join(row['sm'])})"
 
 
 def _because(claim: Mapping[str, Any]) -> str:
-    return f"{claim['why']} ({claim['source']}, {claim['date']})"
-
-
-def _shown(value: Any) -> str:
-    return "null (the engine's own choice)" if value is None else str(value)
-
-
-def _way_out(flag: str, names: Data, allowed: list[str]) -> str:
-    if "switches" in names:
-        return f"Remove {flag} from args; allowed: {', '.join(allowed) or 'nothing'}"
-    return f"Allowed: {', '.join(allowed) or 'nothing'}. Remove {flag} from args and the profile's is taken"
+    return f"{str(claim['why']).rstrip('.')} ({claim['source']}, {claim['date']})"
