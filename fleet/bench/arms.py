@@ -39,6 +39,11 @@ class Arm:
         return "speculative-algorithm" in self.flags
 
     @property
+    def drafts(self) -> bool:
+        """Whether a drafter model is used: such an engine refuses log-probabilities (0.5.11)."""
+        return self.flags.get("speculative-algorithm") in (["DFLASH"], ["DDTREE"])
+
+    @property
     def slug(self) -> str:
         """The name as part of a file name."""
         return re.sub(r"[^\w.-]", "-", self.name)

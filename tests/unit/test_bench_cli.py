@@ -62,6 +62,8 @@ def test_own_flags_win_and_labels_tell_apart() -> None:
         (["--arms", ""], "no arm to measure"),
         (["--arm", "baseline=x --y"], "'x' comes before any --flag"),
         (["--soak", "ngram", "--arms", "baseline"], "--soak 'ngram' is none of the arms baseline"),
+        (["--arms", "ddtree:7,dflash"], "the reference ddtree:7 drafts, and such an engine gives no log-probabilities"),
+        (["--reference", "dflash:16"], "the reference dflash:16 drafts"),
         (["--reference", "x"], "--reference 'x' is none of the arms"),
         (["--negative", "x"], "--negative 'x' is none of the arms"),
         (["--concurrency", "1,x"], "--concurrency '1,x' is no list of numbers"),
