@@ -285,7 +285,7 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     ),
     # system
     ("library-missing", both(libraries(libnuma=None), NO_APT), ["libnuma.so.1", "dnf install -y numactl-libs"]),
-    ("library-missing", libraries(libstdcxx=None), ["apt-get install -y libstdc++6"]),
+    ("library-missing", both(libraries(libstdcxx=None), NO_APT), ["dnf install -y libstdc++"]),
     ("nofile-low", both(IN_LXC, limits(pid1_nofile=1024)), ["1024", "4096", "nofile=1048576"]),
     ("pids-low", limits(pids_max=4096), ["4096", "16384", "kernel.pid_max"]),
     ("pids-low", both(IN_LXC, limits(pids_max=4096)), ["--pids-limit=-1"]),

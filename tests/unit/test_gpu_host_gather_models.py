@@ -70,3 +70,15 @@ def test_a_download_that_was_cut_short(tmp_path: Path) -> None:
     assert facts["weights"] == 5
     index.write_text("{}")
     assert gather.gather_model(path)["missing"][0].startswith("model.safetensors.index.json")
+
+
+def test_weights_that_lie_there_twice_count_once(tmp_path: Path) -> None:
+    names = ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors", "pytorch_model.bin")
+    path = model(tmp_path / "m", {"model_type": "mistral"}, names)
+    for name in names:
+        (tmp_path / "m" / name).write_bytes(b"12345")
+    assert gather.gather_model(path)["weights"] == 15, "without an index all of the better kind"
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "m/model.safetensors.index.json").write_text(json.dumps(index))
+    facts = gather.gather_model(path)
+    assert (facts["weights"], facts["missing"]) == (10, [])

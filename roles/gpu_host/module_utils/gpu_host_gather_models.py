@@ -80,19 +80,24 @@ def gather_model(path: str) -> Facts:
         facts["missing"].append("config.json")
     except (OSError, ValueError) as error:
         facts["error"] = f"config.json: {error}"
-    files = [file for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern) if file.exists()]
-    facts["weights"] = sum(file.stat().st_size for file in files)
-    facts["missing"] += _missing_shards(folder) if files else ["*.safetensors"]
+    found = [path for path in folder.glob("*.safetensors") if path.exists()]
+    found = found or [path for path in folder.glob("*.bin") if path.exists()]
+    shards, broken = _shards(folder)
+    # What the engine loads: a folder may hold the same weights twice, as shards and in one file.
+    loaded = [path for path in found if not shards or path.name in shards]
+    facts["weights"] = sum(path.stat().st_size for path in loaded)
+    facts["missing"] += (
+        (broken or [name for name in shards if not (folder / name).exists()]) if found else ["*.safetensors"]
+    )
     return facts
 
 
-def _missing_shards(folder: Path) -> list[str]:
-    """Files that the weights' index names and the folder lacks: a download that was cut short."""
+def _shards(folder: Path) -> tuple[list[str], list[str]]:
+    """(files that the weights' index names, what is wrong with the index); a download cut short lacks some of the first."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
-        return []
+        return [], []
     try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())), []
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        return [f"model.safetensors.index.json ({error})"]
-    return [shard for shard in shards if not (folder / shard).exists()]
+        return [], [f"model.safetensors.index.json ({error})"]

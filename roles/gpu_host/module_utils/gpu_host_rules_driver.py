@@ -51,7 +51,14 @@ def no_driver_cause(case: Case) -> str | None:
         return "driver-mismatch"
     if kernel(case).get("nouveau") and not modules.get("nvidia"):
         return "driver-nouveau"
-    if case.facts.get("secure_boot") and gpu.get("nvidia_smi") and kernel(case) and not modules.get("nvidia"):
+    # A container that sees no GPU was more likely given none.
+    if (
+        inside(case) != "container"
+        and case.facts.get("secure_boot")
+        and gpu.get("nvidia_smi")
+        and kernel(case)
+        and not modules.get("nvidia")
+    ):
         return "driver-unsigned"
     return None
 
@@ -59,7 +66,9 @@ def no_driver_cause(case: Case) -> str | None:
 def lost(case: Case) -> str | None:
     """The driver's word on a GPU that it knows of and cannot reach, while others answer."""
     error = str((case.facts.get("gpu", {}).get("nvml") or {}).get("error") or "")
-    return error if on_gpus(case) and error.startswith("device ") else None
+    return (
+        error if on_gpus(case) and re.match(r"device \d+: .*(lost|reset|restart|unknown error)", error, re.I) else None
+    )
 
 
 @rule(

@@ -39,7 +39,7 @@ def gpu_none(case: Case) -> Iterator[Hit]:
         return
     gpu = case.facts.get("gpu", {})
     if gpu.get("error"):
-        observed = f"nvidia-smi fails: {gpu['error']}"
+        observed = f"the driver fails: {gpu['error']}"
         fix = "Repair the driver until `nvidia-smi` works: `dmesg | grep -i nvrm` says why it does not."
     elif gpu.get("nvidia_smi"):
         observed = "the driver lists no GPU"

@@ -128,7 +128,7 @@ def weights(case: Case, instance: Map) -> int | None:
     if set(args_of(instance)) & set(RESIZED_BY) or not all(model and model.get("weights") for model in models):
         return None
     # The engine loads float32 files as 16 bits unless it is told otherwise.
-    return sum(model["weights"] // (2 if "32" in str(model.get("dtype")) else 1) for model in models if model)
+    return sum(int(model["weights"]) // (2 if "32" in str(model.get("dtype")) else 1) for model in models if model)
 
 
 def _sizes(case: Case) -> Iterator[tuple[int, Map, int, int]]:

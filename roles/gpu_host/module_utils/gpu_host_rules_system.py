@@ -111,13 +111,8 @@ def _install_python(case: Case) -> str:
 
 # --- what the wheels load -----------------------------------------------------------------------
 
-# Library: its package for apt and for dnf, and whether the build installs it where apt is (sglang_venv_packages and what
-# gcc brings along).
-LIBRARIES = {
-    "libnuma.so.1": ("libnuma1", "numactl-libs", True),
-    "libgcc_s.so.1": ("libgcc-s1", "libgcc", True),
-    "libstdc++.so.6": ("libstdc++6", "libstdc++", False),
-}
+# Library and its package for dnf. Where apt is, the build installs libnuma1 (sglang_venv_packages), and apt itself needs the others.
+LIBRARIES = {"libnuma.so.1": "numactl-libs", "libgcc_s.so.1": "libgcc", "libstdc++.so.6": "libstdc++"}
 
 
 @rule(
@@ -128,12 +123,10 @@ LIBRARIES = {
 )
 def library_missing(case: Case) -> Iterator[Hit]:
     """System libraries that no wheel carries are there, or come with the build."""
-    apt = case.facts["platform"]["apt"]
     for name, path in (case.facts.get("libraries") or {}).items():
-        known = LIBRARIES.get(name)
-        if path is None and known and not (apt and known[2]):
-            command = f"apt-get install -y {known[0]}" if apt else f"dnf install -y {known[1]}"
-            yield Hit(name, "not known to the loader (`ldconfig -p`)", "installed", f"`{command}`")
+        if path is None and name in LIBRARIES and not case.facts["platform"]["apt"]:
+            fix = f"`dnf install -y {LIBRARIES[name]}`, or the like of this distribution."
+            yield Hit(name, "not known to the loader (`ldconfig -p`)", "installed", fix)
 
 
 # --- limits -------------------------------------------------------------------------------------

@@ -64,7 +64,8 @@ def _two(pair: Map) -> str:
 def iommu_p2p(case: Case) -> Iterator[Hit]:
     """Blackwell cards without NVLink exchange nothing through a translating IOMMU."""
     if case.profile == "sm120":
-        yield from _iommu(case)
+        known = f" If it is known to work here, say so in {case.where}: gpu_host_waivers: {{iommu-p2p: why it does}}."
+        yield from (hit._replace(fix=hit.fix + known) for hit in _iommu(case))
 
 
 @rule(
