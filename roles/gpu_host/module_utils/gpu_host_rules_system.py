@@ -111,7 +111,7 @@ def _install_python(case: Case) -> str:
 
 # --- what the wheels load -----------------------------------------------------------------------
 
-# Library and its package for dnf. Where apt is, the build installs libnuma1 (sglang_venv_packages), and apt itself needs the others.
+# Library and its package for dnf. Where apt is, the build installs libnuma1, and apt itself needs the others.
 LIBRARIES = {"libnuma.so.1": "numactl-libs", "libgcc_s.so.1": "libgcc", "libstdc++.so.6": "libstdc++"}
 
 
