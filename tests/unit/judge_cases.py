@@ -63,6 +63,7 @@ P2P_OFF: dict[str, Any] = {
     "env": {"NCCL_P2P_DISABLE": 1},
     "args": {"tp-size": 2, "disable-custom-all-reduce": True},
 }
+FORCED = {"tp-size": 2, "disable-custom-all-reduce": False}
 NAMED = inventory(defaults={**good()[0]["defaults"], "env": {"CUDA_HOME": "/usr/local/cuda-13.0"}})
 
 
@@ -247,12 +248,22 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     ("gpu-persistence", on_first(persistence=False), ["GPU 0", "nvidia-persistenced"]),
     # several GPUs
     (
-        "iommu-p2p",
-        both(pair(), TRANSLATED),
-        ["0-1", "iommu=pt", "/etc/default/grub", "NCCL_P2P_DISABLE: 1", "update-grub"],
+        "p2p-deadlock",
+        both(pair(env={"NCCL_P2P_DISABLE": 0}), TRANSLATED),
+        ["0-1", "IOMMU translates", "Remove NCCL_P2P_DISABLE"],
     ),
-    ("iommu-p2p", both(pair(env={"NCCL_P2P_DISABLE": 1}), TRANSLATED), ["disable-custom-all-reduce"]),
-    ("iommu-translated", both(pair(), TRANSLATED, AS_H100), ["0-1", "iommu=pt"]),
+    (
+        "p2p-deadlock",
+        both(pair(args=FORCED), kernel(acs=["0000:60:01.1"])),
+        ["bridges redirect", "disable-custom-all-reduce"],
+    ),
+    (
+        "iommu-translated",
+        both(pair(), TRANSLATED),
+        ["0-1", "iommu=pt", "/etc/default/grub", "update-grub", "DISABLE: 1"],
+    ),
+    ("iommu-translated", both(pair(env={"NCCL_P2P_DISABLE": 1}), TRANSLATED), ["disable-custom-all-reduce"]),
+    ("iommu-translated", both(pair(env={"NCCL_P2P_DISABLE": 0}), TRANSLATED, AS_H100), ["0-1", "iommu=pt"]),
     (
         "acs-redirect",
         both(pair(), kernel(acs=["0000:60:01.1", "0000:60:03.1"])),
@@ -321,6 +332,7 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
 # Findings that come along with another one and are told apart from it.
 GUEST = {"host-guest"}  # where a case is about a container
 WITH = {
+    "p2p-deadlock": {"iommu-translated", "acs-redirect"},
     **dict.fromkeys(("driver-mismatch", "gpu-none", "gpu-mig", "memlock-low", "nofile-low", "pids-low"), GUEST),
     "gpus-bad": {"cpu-profile", "gpu-twice"},
     "gpu-twice": set(),

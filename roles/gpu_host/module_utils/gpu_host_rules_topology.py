@@ -55,45 +55,63 @@ def _two(pair: Map) -> str:
     return f"{pair['a']}-{pair['b']}"
 
 
+IOMMU_OFF = (
+    "Add iommu=pt to GRUB_CMDLINE_LINUX in /etc/default/grub, then `update-grub && systemctl reboot` "
+    "(`cat /proc/cmdline` shows it afterwards)"
+)
+
+
+def _forced(instance: Map) -> list[str]:
+    """What of an instance asks for direct access in so many words; left alone, its unit goes without where it may hang."""
+    env, args = instance.get("env"), args_of(instance)
+    asked = []
+    if isinstance(env, dict) and str(env.get("NCCL_P2P_DISABLE", "1")) in ("0", ""):
+        asked.append("NCCL_P2P_DISABLE from env")
+    if args.get("disable-custom-all-reduce", True) is False:
+        asked.append("disable-custom-all-reduce from args")
+    return asked
+
+
 @rule(
-    "iommu-p2p",
+    "p2p-deadlock",
     BLOCK,
-    "On these cards the first exchange between two GPUs hangs when the IOMMU translates what one sends to the other.",
+    "On these cards the first exchange between two GPUs hangs when an IOMMU translates, or a bridge redirects, what one sends.",
     source="https://github.com/vllm-project/vllm/issues/33041",
 )
-def iommu_p2p(case: Case) -> Iterator[Hit]:
-    """Blackwell cards without NVLink exchange nothing through a translating IOMMU."""
-    if case.profile == "sm120":
-        known = f" If it is known to work here, say so in {case.where}: gpu_host_waivers: {{iommu-p2p: why it does}}."
-        yield from (hit._replace(fix=hit.fix + known) for hit in _iommu(case))
+def p2p_deadlock(case: Case) -> Iterator[Hit]:
+    """Nobody asks for direct access where it is known to hang: Blackwell cards without NVLink."""
+    facts = kernel(case)
+    ways = ["the IOMMU translates"] if (facts.get("iommu") or {}).get("mode") == "translated" else []
+    ways += ["bridges redirect"] if facts.get("acs") else []
+    for at, instance, direct in over_pcie(case) if case.profile == "sm120" and ways else ():
+        asked = _forced(instance)
+        if asked:
+            yield Hit(
+                label(instance, at),
+                f"{' and '.join(asked).replace(' from ', ' under ')} ask for direct access between GPUs "
+                f"{', '.join(map(_two, direct))}, and {' and '.join(ways)}",
+                "no direct access, as its unit has it by itself here",
+                f"Remove {' and '.join(asked)} of it in {case.where}. If it is known to work here, write there: "
+                "gpu_host_waivers: {p2p-deadlock: why it works}.",
+            )
 
 
 @rule(
     "iommu-translated",
     WARN,
-    "A translating IOMMU sends exchanges between GPUs through the root complex: they become slow, or hang.",
+    "A translating IOMMU sends exchanges between GPUs through the root complex: they are slow or hang, and cards known to hang "
+    "go through the host's memory instead.",
     source=NCCL_GUIDE,
 )
 def iommu_translated(case: Case) -> Iterator[Hit]:
-    """Other cards neither, where it can be had."""
-    if case.profile != "sm120":
-        yield from _iommu(case)
-
-
-def _iommu(case: Case) -> Iterator[Hit]:
+    """Nothing translates what GPUs that reach each other over PCIe exchange."""
     iommu = kernel(case).get("iommu") or {}
-    if iommu.get("mode") != "translated":
-        return
-    change = (
-        "Add iommu=pt to GRUB_CMDLINE_LINUX in /etc/default/grub, then `update-grub && systemctl reboot` "
-        "(`cat /proc/cmdline` shows it afterwards)"
-    )
-    for at, instance, direct in over_pcie(case):
+    for at, instance, direct in over_pcie(case) if iommu.get("mode") == "translated" else ():
         yield Hit(
             label(instance, at),
-            f"GPUs {', '.join(map(_two, direct))} reach each other over PCIe and the IOMMU translates ({iommu.get('source')})",
+            f"GPUs {', '.join(map(_two, direct))} exchange over PCIe and the IOMMU translates ({iommu.get('source')})",
             "an IOMMU that passes through, or is off",
-            f"{on_metal(case, change)}; or do without direct access: write {AROUND} for it in {case.where}.",
+            f"{on_metal(case, IOMMU_OFF)}; or do without direct access: write {AROUND} for it in {case.where}.",
         )
 
 
@@ -119,8 +137,8 @@ def acs_redirect(case: Case) -> Iterator[Hit]:
 
 @rule(
     "p2p-none",
-    WARN,
-    "GPUs without direct access exchange through the host's memory, which costs time at every layer.",
+    INFO,
+    "GPUs without direct access exchange through the host's memory, which costs time; many cards have no other way.",
     source="https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html",
 )
 def p2p_none(case: Case) -> Iterator[Hit]:
@@ -133,7 +151,7 @@ def p2p_none(case: Case) -> Iterator[Hit]:
                 label(instance, at),
                 f"no direct access between GPUs {', '.join(map(_two, none))}: {why}",
                 "direct access (`nvidia-smi topo -p2p r`)",
-                f"If these cards have none, write {AROUND} for it in {case.where}; or give each GPU an instance.",
+                f"If each GPU can hold the model, give each an instance of its own in {case.where}; else write {AROUND} for it.",
             )
 
 
