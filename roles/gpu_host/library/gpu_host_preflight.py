@@ -73,6 +73,7 @@ profile: {description: Device profile of the host., type: str, returned: always}
 python: {description: Interpreter for the release as C(version) and C(path); null if none fits., type: dict, returned: always}
 platform: {description: "Operating system and architecture, as in C(linux-x86_64).", type: str, returned: always}
 gpus: {description: GPUs of the host in PCI order., type: list, elements: dict, returned: always}
+topology: {description: "NUMA nodes, links between GPUs, IOMMU, bridges, kind of machine.", type: dict, returned: always}
 verdict: {description: The verdict with all findings., type: dict, returned: always}
 report: {description: The verdict as lines for people., type: list, elements: str, returned: success}
 problems: {description: "What holds the host back, as text for people.", type: str, returned: failure}
@@ -107,6 +108,18 @@ def facts_for(wanted: dict[str, Any], root: str, stand_in: dict[str, Any] | None
         pynvml,
     )
     return {**facts, **(stand_in or {})}
+
+
+def topology(facts: dict[str, Any]) -> dict[str, Any]:
+    """What places instances and lets their GPUs exchange data; null where an older recording does not tell."""
+    kernel = facts.get("kernel") or {}
+    return {
+        "numa": facts.get("numa") or [],
+        "p2p": facts["gpu"].get("p2p") or [],
+        "iommu": (kernel.get("iommu") or {}).get("mode"),
+        "acs": kernel.get("acs"),
+        "virt": kernel.get("virt"),
+    }
 
 
 def write(path: Path, text: str) -> None:
@@ -153,6 +166,7 @@ def main() -> None:
         "python": {"version": python["version"], "path": python["path"]} if python else None,
         "platform": f"linux-{facts['platform']['arch']}",
         "gpus": facts["gpu"]["gpus"],
+        "topology": topology(facts),
         "verdict": verdict,
         "report": lines(verdict),
     }

@@ -60,6 +60,23 @@ options:
     type: str
     choices: [closed, auto]
     default: closed
+  topology:
+    description: >-
+      NUMA nodes, links between GPUs, IOMMU and bridges of the host, as C(gpu_host_preflight) returns them.
+    type: dict
+    default: {}
+  numa:
+    description: >-
+      C(auto) binds the unit of an instance to the NUMA node of its GPUs where the host has several and lets it, which a unit that
+      does nothing tries first. C(off) binds nothing.
+    type: str
+    choices: [auto, "off"]
+    default: auto
+  exchange:
+    description: Rows of C(files/nccl.yml).
+    type: list
+    elements: dict
+    default: []
   api_keys:
     description: API key by instance. Appears in no output.
     type: dict
@@ -196,9 +213,11 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gpu_units_deploy import rollback, swap, switch
 from ansible.module_utils.gpu_units_host import Gpus, HostError, Systemd, minors
-from ansible.module_utils.gpu_units_render import InvalidError, exposed, render
+from ansible.module_utils.gpu_units_probe import usable_nodes
+from ansible.module_utils.gpu_units_render import InvalidError, exposed, render, resolve
 from ansible.module_utils.gpu_units_start import start
 from ansible.module_utils.gpu_units_state import Host, load, locked
+from ansible.module_utils.gpu_units_topology import notes
 
 
 def host_of(params: dict[str, Any]) -> Host:
@@ -242,10 +261,16 @@ def public(deployment: dict[str, Any] | None) -> dict[str, Any] | None:
 def act(params: dict[str, Any], host: Host, check: bool) -> dict[str, Any]:
     """Do one action; returns what the module returns."""
     if params["action"] in ("swap", "switch"):
-        same = ("instances", "defaults", "profile", "modes", "release", "common", "start_timeout", "device_policy")
+        same = (
+            *("instances", "defaults", "profile", "modes", "release", "common", "start_timeout", "device_policy"),
+            *("topology", "exchange"),
+        )
         numbers = minors()
         gpus = [{**gpu, "minor": numbers.get(gpu["uuid"])} for gpu in params["gpus"]]
-        wanted = render(**{key: params[key] for key in same}, gpus=gpus)
+        nodes, told = usable_nodes(params["topology"], gpus) if params["numa"] == "auto" else ({}, [])
+        wanted = render(**{key: params[key] for key in same}, gpus=gpus, nodes=nodes)
+        asked = resolve(*(params[key] for key in ("instances", "defaults", "profile", "modes")), gpus)
+        host.notes += told + notes(asked, gpus, nodes)
         if params["action"] == "switch":
             result = switch(host, wanted, params["instance"], check)
             return {**result, "deployment": public(result["deployment"])}
@@ -271,6 +296,9 @@ def main() -> None:
             "release": {"type": "str"},
             "common": {"type": "dict", "default": {}},
             "device_policy": {"type": "str", "choices": ["closed", "auto"], "default": "closed"},
+            "topology": {"type": "dict", "default": {}},
+            "numa": {"type": "str", "choices": ["auto", "off"], "default": "auto"},
+            "exchange": {"type": "list", "elements": "dict", "default": []},
             "api_keys": {"type": "dict", "default": {}, "no_log": True},
             "discard": {"type": "str"},
             "expected": {"type": "list", "elements": "str"},

@@ -17,6 +17,8 @@ import json
 import re
 from typing import Any
 
+from ansible.module_utils import gpu_units_topology as places
+
 Data = dict[str, Any]
 
 HOME = "opt/sglang-fleet"
@@ -425,9 +427,19 @@ def credential_lines(instance: Data) -> list[str]:
     return [] if instance["api_key_file"] is None else [f"LoadCredential=api_key:/{KEYS}/{instance['name']}"]
 
 
-def service_lines(instance: Data, gpus: list[Data], policy: str) -> list[str]:
+def service_lines(instance: Data, gpus: list[Data], policy: str, nodes: dict[int, str]) -> list[str]:
     """Directives of [Service] that differ from instance to instance; what depends on the host's build joins here."""
-    return device_lines(instance, gpus, policy) + credential_lines(instance)
+    return (
+        device_lines(instance, gpus, policy) + credential_lines(instance) + places.placement(instance, gpus, nodes)[0]
+    )
+
+
+def with_exchange(profile: Data, row: Data | None) -> Data:
+    """A profile with what the way between an instance's GPUs asks for (a row of nccl.yml); the instance's own still win."""
+    if row is None:
+        return profile
+    env = {**(profile.get("env") or {}), **row["env"], "FLEET_NCCL": row["id"]}
+    return {**profile, "args": {**_flags(profile.get("args") or {}), **row["args"]}, "env": env}
 
 
 def dropins(instance: Data, lines: list[str]) -> dict[str, str]:
@@ -461,20 +473,25 @@ def render(
     common: dict[str, str],
     start_timeout: int,
     device_policy: str = "closed",
+    topology: Data | None = None,
+    nodes: dict[int, str] | None = None,
+    exchange: list[Data] | None = None,
 ) -> Data:
     """The wanted deployment (shape above). `common` are files that all instances share, by their path below /.
 
-    A GPU of `gpus` may have a `minor`, the number of its device node.
+    A GPU of `gpus` may have a `minor`, the number of its device node. `topology` and `exchange` (nccl.yml) are those of
+    gpu_units_topology, `nodes` the NUMA nodes that units may be bound to, with their CPUs.
     """
     files = dict(common)
     published = []
     for instance in resolve(instances, defaults, profile, modes, gpus):
         name, mode = instance["name"], instance["mode"]
-        env = to_env(engine_env(instance, profile, start_timeout))
-        flags = engine_args(instance, profile, modes, mode)
-        files |= dropins(instance, service_lines(instance, gpus, device_policy))
+        own = with_exchange(profile, places.exchange(instance, gpus, topology or {}, exchange or []))
+        env = to_env(engine_env(instance, own, start_timeout))
+        flags = engine_args(instance, own, modes, mode)
+        files |= dropins(instance, service_lines(instance, gpus, device_policy, nodes or {}))
         for config, of in ((name, mode), (f"{name}.baseline", "baseline")):
-            files[f"{ETC}/{config}.yaml"] = to_yaml(engine_args(instance, profile, modes, of))
+            files[f"{ETC}/{config}.yaml"] = to_yaml(engine_args(instance, own, modes, of))
             files[f"{ETC}/{config}.env"] = env
         published.append(
             {
