@@ -16,6 +16,7 @@ import ast
 import base64
 import json
 import os
+import re
 import shlex
 import sys
 import zlib
@@ -163,17 +164,26 @@ def probe(
         return {**judge.judge(target.name, asked, facts), "gpus": [gpu["name"] for gpu in facts["gpu"]["gpus"]]}
     except remote.Unreachable as error:
         verdict = judge.judge(target.name, asked)
-        silent = {
-            "id": "host.reachable",
-            "severity": BLOCK,
-            "thing": f"SSH to {target.address}",
-            "observed": str(error).removeprefix("[Errno None] "),
-            "expected": "facts of the host",
-            "fix": f"Repair it until `{' '.join(['ansible', target.name, *given(inventory)])} -m ansible.builtin.ping` answers.",
-            "why": "A host that does not answer cannot be judged; its inventory was.",
-            "source": "docs/checks.md",
-        }
+        silent = no_facts(target, str(error).removeprefix("[Errno None] "), inventory)
         return {**verdict, "ok": False, "findings": [silent, *verdict["findings"]], "gpus": []}
+
+
+def no_facts(target: remote.Target, told: str, inventory: Sequence[str]) -> Map:
+    """The finding about a host that gave no facts: out of reach, or the program that reads them failed there."""
+    ping = f"`{' '.join(['ansible', target.name, *given(inventory)])} -m ansible.builtin.ping`"
+    fix = f"Repair it until {ping} answers."
+    if re.match(r"\w+(Error|Exception)\b", told):
+        fix = f"If {ping} answers, the host is fine and this is a fault of bin/preflight: report the line."
+    return {
+        "id": "host.reachable",
+        "severity": BLOCK,
+        "thing": f"facts of {target.address}",
+        "observed": told,
+        "expected": "an answer over SSH",
+        "fix": fix,
+        "why": "A host that does not answer cannot be judged; its inventory was.",
+        "source": "docs/checks.md",
+    }
 
 
 # --- text --------------------------------------------------------------------------------------------------------

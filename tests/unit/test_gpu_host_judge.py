@@ -286,6 +286,17 @@ def test_a_recorded_machine_is_not_refused(recording: str) -> None:
     assert told - WARNED.get(recording, set()) == {"facts-stand-in"}, lines(verdict)
 
 
+@pytest.mark.parametrize("recording", RECORDINGS)
+def test_one_engine_on_all_gpus_of_a_recorded_machine_is_not_refused(recording: str) -> None:
+    wanted, facts = good()
+    facts.update(json.loads((DATA / f"{recording}.json").read_text()))
+    gpus = facts["gpu"]["gpus"]
+    kind = [gpu["index"] for gpu in gpus if gpu["compute_cap"] == gpus[0]["compute_cap"]]
+    wanted["instances"] = [{"name": "all", "gpus": kind, "port": 30000, "args": {"tp-size": len(kind)}}]
+    told = {finding["id"] for finding in judge("ct200", wanted, facts)["findings"] if finding["severity"] != "info"}
+    assert told - WARNED.get(recording, set()) == {"facts-stand-in"}
+
+
 # What is wrong with a recorded machine, or was when it was recorded.
 WARNED = {"h200-busy": {"gpu-busy"}}
 

@@ -100,11 +100,20 @@ def test_a_host_that_does_not_answer_is_a_finding_beside_those_of_its_inventory(
     assert preflight.main(words) == 1
     told = capsys.readouterr().out
     assert "gone: preflight found 2 problems" in told
-    assert "block [host.reachable] SSH to 127.0.0.1: Unable to connect to port 1 on 127.0.0.1; is the host up" in told
+    assert "block [host.reachable] facts of 127.0.0.1: Unable to connect to port 1 on 127.0.0.1; is the host up" in told
     assert "fix: Repair it until `ansible gone -i fleet.yml -m ansible.builtin.ping` answers." in told
     assert "block [port-bad]" in told
     assert "After the repair: bin/preflight -l gone -i fleet.yml" in told
     assert "Traceback" not in told
+
+
+def test_a_fault_of_the_program_is_not_called_the_hosts(
+    hosts: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "DOOR", "def main(payload):\n    raise KeyError('gpu')\n")
+    assert preflight.main([*hosts(me={**HERE, **CPU})]) == 1
+    told = capsys.readouterr().out
+    assert "KeyError: 'gpu'" in told and "a fault of bin/preflight" in told
 
 
 def test_many_hosts_are_a_table(hosts: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
