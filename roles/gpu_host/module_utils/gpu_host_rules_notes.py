@@ -64,6 +64,6 @@ def host_guest(case: Case) -> Iterator[Hit]:
         yield Hit(
             "the host",
             f"a {word}" + (f" ({name})" if name else "") + f": {OUTSIDE[kind]} can't be changed from inside",
-            "known to whoever mends it",
+            "fixes of these on the machine that runs it",
             "What a fix calls the outer machine's is done there; `systemd-detect-virt` on the host says what it is.",
         )
