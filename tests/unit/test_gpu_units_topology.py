@@ -146,7 +146,7 @@ echo "$@" >{log}
         ("printf 'Name:\\tcat\\nCpus_allowed_list:\\t0-3\\n'", ""),
         ("printf 'Cpus_allowed_list:\\t0-11\\n'", "asked for CPUs 0-3,8, a unit got 0-11"),
         ("exit 242", "its NUMA policy is not allowed"),
-        ("exit 214", "its CPUs are not there for it"),
+        ("exit 215", "its CPUs are not there for it"),
         ("echo 'Unknown assignment: NUMAMask=1' >&2; exit 1", "Unknown assignment"),
     ],
 )

@@ -269,7 +269,7 @@ def act(params: dict[str, Any], host: Host, check: bool) -> dict[str, Any]:
         gpus = [{**gpu, "minor": numbers.get(gpu["uuid"])} for gpu in params["gpus"]]
         nodes, told = usable_nodes(params["topology"], gpus) if params["numa"] == "auto" else ({}, [])
         wanted = render(**{key: params[key] for key in same}, gpus=gpus, nodes=nodes)
-        asked = resolve(*(params[key] for key in ("instances", "defaults", "profile", "modes")), gpus)
+        asked = resolve(params["instances"], params["defaults"], params["profile"], params["modes"], gpus)
         host.notes += told + notes(asked, gpus, nodes)
         if params["action"] == "switch":
             result = switch(host, wanted, params["instance"], check)

@@ -15,7 +15,7 @@ from ansible.module_utils.gpu_units_topology import directives, nodes_of
 
 MARK = "Cpus_allowed_list:"
 # Exit codes of systemd for a unit that it could not set up; systemd.exec(5), "Process Exit Codes".
-REFUSED = {214: "its CPUs are not there for it", 242: "its NUMA policy is not allowed"}
+REFUSED = {215: "its CPUs are not there for it", 242: "its NUMA policy is not allowed"}
 SECONDS = 30.0
 
 

@@ -45,7 +45,7 @@ def placement(instance: Data, gpus: list[Data], nodes: dict[int, str]) -> tuple[
     who = f"instance {instance['name']}"
     if instance["args"].get(OWN_BINDING) is not None:
         return [], f"{who}: args has {OWN_BINDING}, so the engine binds its ranks and the unit binds nothing"
-    found = [gpu.get("numa_node") for gpu in gpus_of(instance, gpus)]
+    found: list[Any] = [gpu.get("numa_node") for gpu in gpus_of(instance, gpus)]
     several = sorted({str(node) for node in found})
     if None in found or not found:
         return [], ""
