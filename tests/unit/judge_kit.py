@@ -7,9 +7,13 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from ansible.module_utils import kernel_backends_matrix as matrices
 from ansible.module_utils.gpu_host_judge import judge
 
+from fleet import backends
+
 GIB = 1 << 30
+MATRIX = backends.read()
 TARGET = {
     "exists": True,
     "error": None,
@@ -274,4 +278,6 @@ UNSAFE = {"speculative-ddtree-allow-hybrid-unsafe": True}
 def findings(change: Change) -> list[dict[str, Any]]:
     wanted, facts = copy.deepcopy(good())
     change(wanted, facts)
+    instances = wanted["instances"] if isinstance(wanted["instances"], list) else []
+    wanted["matrix"] = dict(matrices.narrowed(MATRIX, str(wanted["engine"]), [*instances, wanted["defaults"]]))
     return judge("ct200", wanted, facts)["findings"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ansible.module_utils import kernel_backends_matrix as matrices
-from ansible.module_utils.gpu_host_rules import BLOCK, Case, Hit, Map, label, rule
+from ansible.module_utils.gpu_host_rules import BLOCK, Case, Hit, Map, args_of, label, rule
 from ansible.module_utils.gpu_host_rules_hybrid import FORKING_MODEL_TYPES
 
 
@@ -29,6 +29,8 @@ def backend_refused(case: Case) -> Iterator[Hit]:
         family = _family(case.model(instance.get("model_path")))
         mine = [row for row in mine if family in row["families"]] or mine
         for name, observed, allowed in matrices.refusals(matrix, mine, instance):
+            if str(args_of(instance).get(name)).lower() == "auto":
+                continue  # the rule backend-auto tells it
             key = "args" if name in matrices.dashed(instance.get("args")) else "env"
             yield Hit(
                 label(instance, at),
