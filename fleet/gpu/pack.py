@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs the patched engine, pairs and JIT caches for a GPU machine without a network. Behind bin/gpu-pack.
 
-    bin/gpu-pack --out DIR [--engine sglang-0.5.11] [--python 3.12] [--piece-mib 58] [--pair PAIR]... [--caches FILE]
+    bin/gpu-pack --out DIR [--engine sglang-0.5.11] [--python 3.12] [--piece-mib 58] [--pair PAIR]... [--host] [--caches FILE]
 
 DIR/load-1, load-2, .. hold the big pieces, each folder small enough for one transfer; DIR/series holds the patch series
 as it is now and is rebuilt in seconds. Every folder has unpack.py and the list of all pieces with their sha256:
@@ -41,6 +41,8 @@ from ansible.module_utils.sglang_venv_lock import LockError, Pin, parse, select
 from fleet import engine as engines
 from fleet import lock, series
 from fleet.engine import Engine, EngineError
+from fleet.gpu import host
+from fleet.lab.shell import LabError
 
 FORMAT = 1
 MIB = 1 << 20
@@ -348,6 +350,35 @@ def caches_archive(file: Path, limit: int) -> Archive:
     return archive("caches", "caches", digest_of([FORMAT, LEVEL, limit, sha256(file)]), limit, fill)
 
 
+def control_archive(engine: Engine, python: str, limit: int) -> Archive:
+    """What plays and doors import on the machine itself."""
+    wanted = host.subset(host.CONTROL.read_text(), host.closure(python))
+    machine = rules(engine.name)["machine"]
+    platform = f"{machine['machine']}-manylinux_2_{machine['glibc']}"
+
+    def fill(tar: tarfile.TarFile, scratch: Path) -> tuple[int, int]:
+        try:
+            host.install(wanted, python, platform, scratch / "control")
+        except subprocess.CalledProcessError as error:
+            raise PackError(f"uv could not install the control packages:\n{error.stderr.strip()[-3000:]}") from error
+        return add_tree(tar, scratch / "control")
+
+    return archive("control", "control", digest_of([FORMAT, LEVEL, limit, python, platform, wanted]), limit, fill)
+
+
+def systemd_archive(limit: int) -> Archive:
+    """systemd with its libraries, for a machine that has none; kept as one tar, whose links unpack.py would not make."""
+    root = host.base_root()
+
+    def fill(tar: tarfile.TarFile, scratch: Path) -> tuple[int, int]:
+        with tarfile.open(scratch / "systemd.tar", "w") as inner:
+            count, size = host.add_systemd(inner, root)
+        tar.add(scratch / "systemd.tar", "systemd.tar", filter=_plain)
+        return count, size
+
+    return archive("systemd", "systemd", digest_of([FORMAT, LEVEL, limit, root.name]), limit, fill)
+
+
 # --- the folders that are carried
 
 
@@ -403,6 +434,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--piece-mib", type=int, default=58, help="largest piece and largest load (default: 58)")
     parser.add_argument("--pair", type=Path, action="append", default=[], help="a pair's folder, repeated")
+    parser.add_argument("--host", action="store_true", help="systemd and Ansible too, to run the plays there")
     parser.add_argument("--caches", type=Path, help="JIT caches of an earlier machine (tests/gpu/run.sh --keep-caches)")
     return parser
 
@@ -418,6 +450,8 @@ def pack(args: argparse.Namespace) -> list[Path]:
         raise PackError(f"two pairs are called {', '.join(twice)}; name their folders apart")
     jobs: list[Callable[[], Archive]] = [lambda: engine_archive(engine, args.python, limit)]
     jobs += [lambda folder=folder: pair_archive(folder, limit) for folder in args.pair]  # type: ignore[misc]
+    if args.host:
+        jobs += [lambda: control_archive(engine, args.python, limit), lambda: systemd_archive(limit)]
     jobs += [lambda: caches_archive(args.caches, limit)] if args.caches else []
     jobs += [lambda: series_archive(engine, args.python, limit)]
     made = []
@@ -446,7 +480,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with own_cache():
             folders = pack(args)
-    except (PackError, EngineError, LockError, lock.ToolError, series.SeriesError) as error:
+    except (PackError, EngineError, LabError, LockError, lock.ToolError, series.SeriesError) as error:
         print(f"gpu-pack: {error}", file=sys.stderr)
         return 1
     print("carry, one call each:")

@@ -42,6 +42,23 @@ class Wish:
         return found
 
 
+def base_of(settings: Settings, suite: base.Suite, about: machine.Machine, say: Callable[[str], None]) -> Path:
+    """The root that hosts of a suite share; built, with what that needs, if it is not there."""
+    tools.ensure(suite, say)
+    archives = base.mirrors(suite, base.machine_sources(), os.environ.get("FLEET_LAB_MIRROR"))
+
+    def build(work: Path) -> None:
+        base.bootstrap(suite, archives, list(about.apt_options), work, say)
+
+    return base.ensure(settings.cache, suite, archives, build, say)
+
+
+def this_machine(settings: Settings) -> machine.Machine:
+    """What hosts need of the machine's own setup."""
+    dump = run(["apt-config", "dump"]).stdout if shutil.which("apt-config") else ""
+    return machine.look(os.environ, settings.home, dump)
+
+
 @dataclass(frozen=True)
 class Lab:
     """One lab on this machine. `say` gets progress lines."""
@@ -92,7 +109,7 @@ class Lab:
                 for other in others:
                     if Names(other["lab"]).tag == self.names.tag:
                         raise LabError(f"the name {self.names.lab} hashes like {other['lab']}: choose another")
-                servers = [ipaddress.IPv4Network(s) for s in self._machine().nameservers]
+                servers = [ipaddress.IPv4Network(s) for s in this_machine(self.settings).nameservers]
                 taken = network.taken_by_machine() + [ipaddress.IPv4Network(o["subnet"]) for o in others]
                 found = network.pick_subnet(taken + servers)
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -108,10 +125,6 @@ class Lab:
             os.chown(new, *self.settings.owner)
             new.replace(self.key)
         return found
-
-    def _machine(self) -> machine.Machine:
-        dump = run(["apt-config", "dump"]).stdout if shutil.which("apt-config") else ""
-        return machine.look(os.environ, self.settings.home, dump)
 
     def host(self, index: int, subnet: ipaddress.IPv4Network | None = None) -> Host:
         """A host by index. LabError if the lab is not up."""
@@ -162,7 +175,7 @@ class Lab:
                 self.say(f"{host.name} {host.address} {'booted' if host in idle else 'was running already'}")
 
     def _boot(self, idle: list[Host], wish: Wish, subnet: ipaddress.IPv4Network) -> None:
-        about = self._machine()
+        about = this_machine(self.settings)
         for line in about.warnings:
             self.say(f"warning: {line}")
         new = [h for h in idle if h.record() is None]
@@ -197,13 +210,7 @@ class Lab:
             return []
         os_release = Path("/etc/os-release").read_text()
         suite = base.SUITES[wish.suite or base.default_suite(os_release)]
-        tools.ensure(suite, self.say)
-        archives = base.mirrors(suite, base.machine_sources(), os.environ.get("FLEET_LAB_MIRROR"))
-
-        def build(work: Path) -> None:
-            base.bootstrap(suite, archives, list(about.apt_options), work, self.say)
-
-        root = base.ensure(self.settings.cache, suite, archives, build, self.say)
+        root = base_of(self.settings, suite, about, self.say)
         binds = hosts.bind_words(self.settings, about, list(wish.binds))
         return [Record(h.index, suite.name, str(root), wish.memory, wish.disk, binds) for h in new]
 
