@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -68,6 +69,25 @@ def test_every_exception_is_one_that_is_needed(engine_site: Path) -> None:
         if modules.file(module) is None or (name and not modules.has(module, name))
     }
     assert missing == {(row["file"], row["module"]) for row in DATA["optional"]}
+
+
+def test_imports_found_by_pattern_are_those_that_a_parser_finds(engine_site: Path) -> None:
+    packages = [row["module"] for row in DATA["packages"]]
+    root, parsed = engine_site / "sglang/srt", []
+    for path in sorted(root.rglob("*.py")):
+        text = path.read_bytes()
+        if not any(name.encode() in text for name in packages):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            where = f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.ImportFrom) and not node.level and str(node.module).split(".")[0] in packages:
+                parsed += [(node.module, alias.name, where) for alias in node.names]
+            elif isinstance(node, ast.Import):
+                parsed += [(alias.name, "", where) for alias in node.names if alias.name.split(".")[0] in packages]
+    found = list(imports.engine_imports(engine_site, packages))
+    assert [one for one in parsed if one not in found] == []
+    (example,) = (one for one in found if one not in parsed)
+    assert example[2].startswith("utils/custom_op.py:"), "the one that stands in a docstring"
 
 
 def old_xgrammar(view: Path) -> None:
