@@ -151,7 +151,8 @@ def p2p_none(case: Case) -> Iterator[Hit]:
                 label(instance, at),
                 f"no direct access between GPUs {', '.join(map(_two, none))}: {why}",
                 "direct access (`nvidia-smi topo -p2p r`)",
-                f"If each GPU can hold the model, give each an instance of its own in {case.where}; else write {AROUND} for it.",
+                f"If each GPU can hold the model, give each an instance of its own in {case.where}; else nothing: its unit "
+                "exchanges through the host's memory by itself.",
             )
 
 
