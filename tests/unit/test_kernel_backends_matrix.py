@@ -204,7 +204,7 @@ ALLOWED: dict[str, tuple[str, Data]] = {
     "the profile's own, said again": ("sm120", {"mode": "ddtree", "args": {"attention-backend": "triton"}}),
     "flashinfer without trees": ("sm120", {"args": {"attention-backend": "flashinfer", "sampling-backend": "flashinfer"}}),
     "chains on fa3": ("sm90", {"mode": "dflash", "args": {"attention-backend": "fa3"}}),
-    "a GPU that is not known, and one of two rows allows it": ("sm120", {"gpus": [7], "args": {"sampling-backend": "flashinfer"}}),
+    "a GPU not known, one of two rows allows it": ("sm120", {"gpus": [7], "args": {"sampling-backend": "flashinfer"}}),
     "GPTQ experts": ("sm120", {"args": {"moe-runner-backend": None}}),
     "fusion left off": ("sm120", {"args": {"enable-flashinfer-allreduce-fusion": False}}),
     "fusion where it is built": ("sm90", {"args": {"enable-flashinfer-allreduce-fusion": True}}),
