@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ansible.module_utils.gpu_host_gather_shape import describe_shape
+
 from tests.unit.judge_kit import (
     BUSY,
     CPU,
@@ -58,6 +60,11 @@ UNSIGNED = both(
     kernel(modules={"nvidia": None}),
     on_gpu(nvidia_smi="/usr/bin/nvidia-smi", error="couldn't communicate with the NVIDIA driver"),
 )
+ATTENTION = {"num_hidden_layers": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+SHAPE = describe_shape({**ATTENTION, "hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936})
+NET = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128, "kernel": 4, "dtype": "float32"}
+NETS = SHAPE | {"linear_layers": 36, "net": NET}
+BUDGET31 = {**good()[0]["defaults"], "budget": 31, "args": {"disable-radix-cache": True}}
 P2P_OFF: dict[str, Any] = {
     "env": {"NCCL_P2P_DISABLE": 1},
     "args": {"tp-size": 2, "disable-custom-all-reduce": True},
@@ -325,6 +332,28 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     # models
     ("model-too-large", target(weights=200 * GIB), ["202.0 GiB", "95.6 GiB", "tp-size: 3"]),
     ("model-tight", target(weights=90 * GIB), ["leave 3.6 of 95.6 GiB", "15 % left"]),
+    (
+        "memory-sum",
+        both(GDN, target(shape=NETS), inventory(defaults=BUDGET31)),
+        [
+            "49 x 32 slots",
+            "CUDA graphs, about",
+            "sum",
+            "budget: 19",
+            "max-running-requests: 30",
+            "the engine's own choice",
+        ],
+    ),
+    (
+        "memory-short",
+        both(target(shape=SHAPE), inventory(defaults={**good()[0]["defaults"], "args": {"mem-fraction-static": 0.97}})),
+        ["0.97 leaves 2.9 GiB", "target's weights 2.0 GiB", "mem-fraction-static: 0.9", "cuda-graph-max-bs: 48"],
+    ),
+    (
+        "symmetric-memory",
+        pair(args={"tp-size": 2, "enable_symm_mem": True}),
+        ["enable-symm-mem on GPUs of SM 12.x", "Remove enable-symm-mem"],
+    ),
     ("ram-low", both(target(weights=60 * GIB), limits(memory_total=32 * GIB)), ["62.0 GiB", "32.0 GiB", "swapon"]),
     ("host-guest", kernel(virt="vm", virt_name="kvm"), ["a VM (kvm)", "IOMMU"]),
 ]

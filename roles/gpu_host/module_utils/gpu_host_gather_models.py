@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from ansible.module_utils.gpu_host_gather_base import Facts
+from ansible.module_utils.gpu_host_gather_shape import describe_shape
 
 # A target whose layers keep a recurrent state: a tree of drafts would need one state per branch.
 HYBRID_MODEL_TYPES = frozenset(
@@ -62,6 +63,7 @@ def describe_config(config: Facts) -> Facts:
         "block_size": draft.get("block_size") or config.get("block_size"),
         "num_target_layers": config.get("num_target_layers"),
         "target_layer_ids": draft.get("target_layer_ids"),
+        "shape": describe_shape({"quantization_config": config.get("quantization_config"), **text}),
     }
 
 

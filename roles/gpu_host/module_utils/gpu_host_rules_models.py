@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ansible.module_utils.gpu_host_memory import plan
 from ansible.module_utils.gpu_host_rules import (
     BLOCK,
     GIB,
@@ -171,13 +172,19 @@ def model_too_large(case: Case) -> Iterator[Hit]:
 def model_tight(case: Case) -> Iterator[Hit]:
     """A part of the GPUs' memory is left beside the weights."""
     for at, instance, need, have in _sizes(case):
-        if have * TIGHT < need <= have:
+        if have * TIGHT < need <= have and not _planned(case, instance):
             yield Hit(
                 label(instance, at),
                 f"{need / GIB:.1f} GiB of weights leave {(have - need) / GIB:.1f} of {have / GIB:.1f} GiB of GPU memory",
                 f"{(1 - TIGHT) * 100:.0f} % left",
                 f"If its start runs out of memory: more GPUs, args: {{context-length: 8192}} or a smaller model in {case.where}.",
             )
+
+
+def _planned(case: Case, instance: Map) -> bool:
+    """Whether rules about memory add up all of it, and say more."""
+    target, draft = case.model(instance.get("model_path")), case.model(instance.get("draft_model_path"))
+    return bool(target) and plan(instance, target or {}, draft, 1 << 20, len(gpus_of(case, instance))) is not None
 
 
 @rule(
