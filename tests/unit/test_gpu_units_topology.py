@@ -16,6 +16,9 @@ import yaml
 from ansible.module_utils import gpu_units_probe as probe
 from ansible.module_utils import gpu_units_render as r
 from ansible.module_utils import gpu_units_topology as t
+from ansible.module_utils.gpu_host_judge import judge
+
+from tests.unit import judge_kit
 
 DATA = Path(__file__).parent / "data/gpu_host"
 OFF = {"NCCL_P2P_DISABLE": "1"}
@@ -278,3 +281,31 @@ def test_gpus_of_mixed_kinds_are_counted_by_their_bus_and_bound_by_uuid(modes: A
     text = files[f"{r.ETC}/second.env"]
     assert 'CUDA_DEVICE_ORDER="PCI_BUS_ID"\n' in text
     assert f'CUDA_VISIBLE_DEVICES="{gpus[1]["uuid"]}"\n' in text
+
+
+# --- preflight and units say the same --------------------------------------------------------------------------------
+
+ASKING: tuple[dict[str, Any], ...] = (
+    {"env": {"NCCL_P2P_DISABLE": 0}},
+    {"args": {"disable-custom-all-reduce": False}},
+    {"args": {"disable_custom_all_reduce": None}},
+)
+
+
+@pytest.mark.parametrize("own", [{}, *ASKING], ids=str)
+@pytest.mark.parametrize("iommu", ["off", "passthrough", "translated"])
+@pytest.mark.parametrize("acs", [[], ["0000:60:01.1"]], ids=["no bridge", "bridge"])
+def test_preflight_refuses_what_units_would_switch_off(
+    rows: Any, iommu: str, acs: list[str], own: dict[str, Any]
+) -> None:
+    wanted, facts = judge_kit.good()
+    wanted["instances"] = [{"name": "pair", "gpus": [0, 1], "port": 30000, **own}]
+    facts["kernel"] |= {"iommu": {"mode": iommu, "groups": 9, "source": "test"}, "acs": acs}
+    found = {finding["id"] for finding in judge("ct200", wanted, facts)["findings"]}
+    gpus = facts["gpu"]["gpus"]
+    topology = {"p2p": facts["gpu"]["p2p"], "iommu": iommu, "acs": acs, "virt": "metal"}
+    row = t.exchange(instance(gpus, 0, 1), gpus, topology, rows)
+    assert row
+    hangs = iommu == "translated" or bool(acs)
+    assert (row["env"] == OFF) is hangs
+    assert ("p2p-deadlock" in found) is (hangs and bool(own))

@@ -67,7 +67,7 @@ def _forced(instance: Map) -> list[str]:
     asked = []
     if isinstance(env, dict) and str(env.get("NCCL_P2P_DISABLE", "1")) in ("0", ""):
         asked.append("NCCL_P2P_DISABLE from env")
-    if args.get("disable-custom-all-reduce", True) is False:
+    if not args.get("disable-custom-all-reduce", True):  # false, or null, which takes it out of the unit's flags
         asked.append("disable-custom-all-reduce from args")
     return asked
 
