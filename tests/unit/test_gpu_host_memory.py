@@ -174,6 +174,14 @@ def test_what_cannot_start_is_told_from_what_may_not() -> None:
     assert nearly.short()
 
 
+def test_trees_of_a_hybrid_need_their_keys_and_values_at_once() -> None:
+    """The engine plans them together with the states; a dense model's are part of its cache."""
+    args = {"max_running_requests": 100, "disable_radix_cache": True}
+    assert planned(instance(budget=63, **args), HYBRID7).wanted_tokens == 100 * 64
+    assert planned(instance(budget=63, **args)).wanted_tokens == 2048
+    assert planned(instance("dflash", **args), HYBRID7).wanted_tokens == 2048
+
+
 def test_a_dense_model_is_asked_for_no_states() -> None:
     assert planned(instance("ddtree", 63)).states == 0
 
