@@ -45,7 +45,9 @@ up() { # TAR: outside
     mkdir "$groups"
     mount -t cgroup2 cgroup2 "$groups"
   fi
-  for controller in $(cat "$groups/cgroup.controllers"); do echo "+$controller" >"$groups/cgroup.subtree_control"; done
+  local controllers
+  read -ra controllers <"$groups/cgroup.controllers" || true # none: an empty line
+  for controller in "${controllers[@]}"; do echo "+$controller" >"$groups/cgroup.subtree_control"; done
   mkdir "$groups/fleet-host"
   echo "$groups/fleet-host" >"$home/group"
   # The namespace of control groups begins where its first process is.
@@ -80,7 +82,7 @@ boot() { # in the new namespaces, becomes their process 1
   mount -t tmpfs tmpfs "$root/tmp"
   mkdir -p "$root/run/lock" "$root/mnt/machine-tmp"
   mount --rbind /tmp "$root/mnt/machine-tmp"
-  exec env -i container=fleet-host PATH=/usr/sbin:/usr/bin:/sbin:/bin chroot "$root" /usr/lib/systemd/systemd --system --log-target=console
+  exec env -i container=fleet-host PATH=/usr/sbin:/usr/bin:/sbin:/bin chroot "$root" /usr/lib/systemd/systemd --system
 }
 
 inside() { # PID COMMAND...
