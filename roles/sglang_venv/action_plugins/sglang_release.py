@@ -62,6 +62,10 @@ class ActionModule(ActionBase):
         state = arguments.get("state", "built")
         if state == "published":
             return self._call(arguments, variables)
+        if not isinstance(arguments.get("adopt") or [], list):
+            raise AnsibleActionFail(
+                f"sglang_venv_adopt: {arguments['adopt']!r} is no list of folders; write [FOLDER, ..]"
+            )
         plan = self._plan(arguments)
         arguments = {key: value for key, value in arguments.items() if key not in _OWN}
         # What a probe, a check and a converged host need, and no more.

@@ -65,6 +65,14 @@ options:
   index_url:
     description: Package index to ask instead of the default one. Handed on by environment; hidden in output.
     type: str
+  adopt:
+    description:
+      - Folders on the host, each a venv or a site-packages folder, to take the engine over from by copy; of a distribution in
+        several the first counts. Nothing is installed then, and what is in them becomes part of the id.
+      - Versions that the engine depends on have to be the lock's; others that differ or are missing are told as a warning.
+    type: list
+    elements: path
+    default: []
   user:
     description: Owner of the release's C(cache) folder.
     type: str
@@ -105,6 +113,10 @@ release:
   type: dict
   returned: always
   sample: {id: 0123456789abcd, path: /opt/sglang-fleet/releases/0123456789abcd, present: true}
+adopted:
+  description: What was taken over, with O(adopt); distributions that differ from the lock, are missing or incomplete, and more.
+  type: dict
+  returned: when a release was taken over
 missing_packages:
   description: Debian packages to install, for O(state=probed).
   type: list
@@ -125,7 +137,9 @@ import pwd
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils import sglang_venv_adopt as adopting
 from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.sglang_venv_adopt import AdoptError, Adoption
 from ansible.module_utils.sglang_venv_build import BuildError, Options, build, publish, unfinished
 from ansible.module_utils.sglang_venv_release import build_path, compare, release_path
 
@@ -156,19 +170,37 @@ def missing_packages(module: AnsibleModule, wanted: list[str]) -> list[str]:
     return [name for name in wanted if name not in there]
 
 
-def diff_of(root: Path, plan: dict[str, Any]) -> dict[str, str]:
+def read_folders(root: Path, plan: dict[str, Any], folders: list[str]) -> Adoption | None:
+    """What the folders to adopt hold; the plan gets the id that comes of it. None if there are none, or if they are gone and
+    `root` has the release that was made of them. AdoptError."""
+    if not folders:
+        return None
+    plan["base"] = plan["id"]
+    if any(not Path(folder).exists() for folder in folders) and (
+        known := adopting.find_known(root, plan["base"], folders)
+    ):
+        plan["id"] = known
+        return None
+    adoption = adopting.scan(folders)
+    plan["id"] = adopting.adopted_id(plan["base"], adoption.identity())
+    return adoption
+
+
+def diff_of(root: Path, plan: dict[str, Any], adoption: Adoption | None) -> dict[str, str]:
     """What a build would add, as a diff: the release by its inputs, then every package that differs from the current one."""
     before, packages = current_packages(root)
+    after = adoption.packages if adoption else plan["packages"]
     lines = [
         f"release: {plan['id']}",
         f"engine: {plan['engine']}",
         f"python: {plan['python']} on {plan['machine']}",
         f"profile: {plan['profile']['name']}",
         f"series: {plan['series'] or 'none'}",
-        f"packages: {len(plan['packages'])}",
+        f"packages: {len(after)}",
+        *(f"taken over from: {folder}" for folder in (adoption.folders if adoption else [])),
     ]
     if before:
-        lines += [f"against {before}: {line}" for line in compare(packages, plan["packages"]) or ["same packages"]]
+        lines += [f"against {before}: {line}" for line in compare(packages, after) or ["same packages"]]
     return {"before": "", "after": "\n".join(lines) + "\n", "after_header": str(release_path(root, plan["id"]))}
 
 
@@ -185,6 +217,7 @@ def run(module: AnsibleModule) -> dict[str, Any]:
         return {"changed": changed, "release": published_facts(root, params["id"])}
 
     plan = json.loads(params["plan"]) if params["plan"] else json.loads(Path(params["plan_file"]).read_text())
+    adoption = read_folders(root, plan, params["adopt"])
     answer: dict[str, Any] = {"changed": False, "release": published_facts(root, plan["id"])}
     if params["state"] == "probed":
         answer["missing_packages"] = missing_packages(module, params["packages"])
@@ -192,7 +225,9 @@ def run(module: AnsibleModule) -> dict[str, Any]:
         return answer
     if answer["release"]["present"]:
         return answer
-    answer |= {"changed": True, "diff": diff_of(root, plan)}
+    for text in adopting.check(adoption, plan) if adoption else []:
+        module.warn(text)
+    answer |= {"changed": True, "diff": diff_of(root, plan, adoption)}
     if module.check_mode:
         return answer
     owner = pwd.getpwnam(params["user"]) if params["user"] else None
@@ -206,14 +241,21 @@ def run(module: AnsibleModule) -> dict[str, Any]:
         uid=owner.pw_uid if owner else -1,
         gid=owner.pw_gid if owner else -1,
     )
-    done = build(plan, options)
+    done = build(plan, options, adoption)
+    if adoption and not done["present"]:
+        adopted = done["manifest"]["adopted"]
+        answer["adopted"] = {key: value for key, value in adopted.items() if key != "distributions"}
+        if adopted["changed"]:
+            module.warn(f"files that are not as their wheel has them were taken over: {adopted['changed']}")
     return answer | {
         "changed": not done["present"],
         "release": published_facts(root, plan["id"]),
         "discarded": done["discarded"],
         "seconds": done["seconds"],
         "manifest": {
-            key: value for key, value in done.get("manifest", {}).items() if key not in ("packages", "backends")
+            key: value
+            for key, value in done.get("manifest", {}).items()
+            if key not in ("packages", "backends", "adopted")
         },
     }
 
@@ -232,6 +274,7 @@ def main() -> None:
             "link_mode": {"type": "str", "choices": ["hardlink", "symlink", "copy", "clone"], "default": "hardlink"},
             "wheelhouse": {"type": "path"},
             "index_url": {"type": "str", "no_log": True},
+            "adopt": {"type": "list", "elements": "path", "default": []},
             "user": {"type": "str"},
             "packages": {"type": "list", "elements": "str", "default": []},
         },
@@ -245,7 +288,7 @@ def main() -> None:
     os.umask(0o022)
     try:
         answer = run(module)
-    except BuildError as error:
+    except (BuildError, AdoptError) as error:
         module.fail_json(msg=str(error))
     except KeyError as error:
         module.fail_json(msg=f"the user {module.params['user']!r} does not exist on this host ({error})")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import ensurepip
 import errno
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils import sglang_venv_adopt as adopting
+from ansible.module_utils.sglang_venv_adopt import Adoption
 from ansible.module_utils.sglang_venv_elf import ElfError, audit, stub_source, undefined_cuda
 from ansible.module_utils.sglang_venv_imports import ImportAudit, audit_imports, import_faults
 from ansible.module_utils.sglang_venv_release import (
@@ -170,12 +172,15 @@ def _warm_mark(plan: Mapping[str, Any], options: Options) -> Path:
     return options.uv_cache / f".fleet-{plan['lock'][:16]}-{plan['python']}"
 
 
-def check_room(plan: Mapping[str, Any], options: Options) -> None:
+def check_room(plan: Mapping[str, Any], options: Options, adoption: Adoption | None = None) -> None:
     """BuildError if the disk is too full for this build: bytes and inodes, of the releases' and of the cache's file system.
 
-    A cache that has served this lock before, on the same file system and by links, needs next to nothing.
+    A cache that has served this lock before, on the same file system and by links, needs next to nothing. What is taken over
+    is copied, and no cache is used.
     """
     size, files = int(plan["unpacked"]["bytes"]), int(plan["unpacked"]["files"])
+    if adoption:
+        size, files = adoption.bytes + adopting.MARGIN, adoption.files
     releases, cache = _existing(options.root / "releases"), _existing(options.uv_cache)
     linked = options.link_mode == "symlink" or (
         options.link_mode in ("hardlink", "clone") and releases.stat().st_dev == cache.stat().st_dev
@@ -183,7 +188,8 @@ def check_room(plan: Mapping[str, Any], options: Options) -> None:
     warm = _warm_mark(plan, options).exists()
     small = 200 * 2**20
     needs: dict[int, list[Any]] = {}
-    for path, amount in ((cache, 0 if warm else size), (releases, small if linked else size)):
+    places = [(cache, 0 if warm else size), (releases, small if linked else size)]
+    for path, amount in [(releases, size)] if adoption else places:
         entry = needs.setdefault(path.stat().st_dev, [path, 0])
         entry[1] += amount
     for path, amount in needs.values():
@@ -219,7 +225,9 @@ def _sha256(path: Path) -> str:
 
 def _pip() -> list[str]:
     """How to call pip here: out of the wheel that the distribution ships for making venvs, which needs no installation."""
-    folders = [Path("/usr/share/python-wheels"), Path(ensurepip.__file__).parent / "_bundled"]
+    folders = [Path("/usr/share/python-wheels")]
+    if (own := importlib.util.find_spec("ensurepip")) and own.origin:  # Debian leaves it out
+        folders.append(Path(own.origin).parent / "_bundled")
     for folder in folders:
         for wheel in sorted(folder.glob("pip-*.whl"), reverse=True):
             return [sys.executable, str(wheel / "pip")]
@@ -389,9 +397,39 @@ def _write_profile(plan: Mapping[str, Any], folder: Path, driver_users: Iterable
         raise BuildError(f"gcc could not compile the stub of libcuda.so.1:\n{_tail(done.stderr)}")
 
 
-def _check_imports(plan: Mapping[str, Any], folder: Path, site: Path) -> ImportAudit:
+def _take_over(plan: Mapping[str, Any], options: Options, adoption: Adoption, folder: Path) -> dict[str, list[str]]:
+    """A venv of the host's Python with a copy of the adopted folders; answers the files that are not as their RECORD says."""
+    venv = folder / "venv"
+    command = [options.python, "-I", "-m", "venv", "--without-pip", "--symlinks", str(venv)]
+    done = _run(command, _environment(options), folder)
+    site = site_packages(venv, plan["python"])
+    if done.returncode or not site.is_dir():
+        raise BuildError(
+            f"{options.python} could not make a venv for Python {plan['python']}; set sglang_venv_python to one that can\n"
+            f"{_tail(done.stdout + done.stderr)}"
+        )
+    for script in (venv / "bin").glob("[aA]ctivate*"):
+        script.unlink()  # it and the line `command` hold the path of the build
+    lines = (venv / "pyvenv.cfg").read_text().splitlines(keepends=True)
+    (venv / "pyvenv.cfg").write_text("".join(line for line in lines if not line.startswith("command")))
+    return adopting.take_over(adoption, site)
+
+
+def _unfit(adoption: Adoption | None) -> str:
+    """The next step when the audits refuse what was taken over."""
+    if adoption is None:
+        return ""
+    return (
+        f". Taken over from {', '.join(adoption.folders)}: put a folder that has it right first in sglang_venv_adopt, or unset "
+        "that to build from the lock"
+    )
+
+
+def _check_imports(plan: Mapping[str, Any], folder: Path, site: Path, adoption: Adoption | None) -> ImportAudit:
     """What imports.yml of the engine asks of the venv. BuildError with every fault at once."""
-    verdict = audit_imports(site, plan["imports"], installed(site))
+    # Other versions of what an adopted engine doesn't depend on were told as a warning.
+    pinned = {*plan["load_bearing"]} if adoption else None
+    verdict = audit_imports(site, plan["imports"], installed(site), pinned)
     modules = [name for name in plan["imports"].get("imports") or [] if (site / name).exists()]
     if plan["profile"]["name"] == "cpu":
         verdict.not_imported = "profile cpu: the import check of the patch series imports the engine itself"
@@ -402,12 +440,15 @@ def _check_imports(plan: Mapping[str, Any], folder: Path, site: Path) -> ImportA
         raise BuildError(
             f"packages of the release do not fit {plan['engine']}: {'; '.join(verdict.faults[:8])}"
             + (f"; and {len(verdict.faults) - 8} more" if len(verdict.faults) > 8 else "")
+            + _unfit(adoption)
         )
     return verdict
 
 
-def build(plan: Mapping[str, Any], options: Options) -> dict[str, Any]:
-    """Builds the release of a plan, unless it is published. Answers `{present, path, manifest?, discarded, seconds}`.
+def build(plan: Mapping[str, Any], options: Options, adoption: Adoption | None = None) -> dict[str, Any]:
+    """Builds the release of a plan, or takes `adoption` over for it, unless it is published.
+
+    Answers `{present, path, manifest?, discarded, seconds}`.
 
     Unfinished builds of earlier runs are removed first. BuildError after a clean-up on any failure.
     """
@@ -422,7 +463,7 @@ def build(plan: Mapping[str, Any], options: Options) -> dict[str, Any]:
             discarded.append(str(old))
         folder = build_path(options.root, plan["id"])
         try:
-            manifest = _fill(plan, options, folder)
+            manifest = _fill(plan, options, folder, adoption)
         except BaseException as error:
             _discard(folder)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -439,7 +480,7 @@ def build(plan: Mapping[str, Any], options: Options) -> dict[str, Any]:
         }
 
 
-def _fill(plan: Mapping[str, Any], options: Options, folder: Path) -> dict[str, Any]:
+def _fill(plan: Mapping[str, Any], options: Options, folder: Path, adoption: Adoption | None) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     last = time.monotonic()
 
@@ -451,24 +492,32 @@ def _fill(plan: Mapping[str, Any], options: Options, folder: Path) -> dict[str, 
     glibc = _glibc()
     if glibc < int(plan["glibc"].split(".")[1]):
         raise BuildError(f"this host has glibc 2.{glibc}, the wheels of {plan['engine']} need {plan['glibc']} or newer")
-    wanted = pick_files(plan["files"], glibc)
-    _check_wheelhouse(plan, options, wanted)
-    check_room(plan, options)
-    folder.mkdir(mode=0o755)
-    options.uv_cache.mkdir(parents=True, exist_ok=True, mode=0o755)
-    uv = ensure_uv(plan, options)
-    stamp("uv")
-    _install(plan, options, uv, folder, wanted)
-    _warm_mark(plan, options).touch()
-    stamp("install")
     site = site_packages(folder / "venv", plan["python"])
-    _check_versions(plan, site)
-    stamp("versions")
+    source: dict[str, Any] = {"kind": "built", "uv": plan["uv"]["version"], "link_mode": options.link_mode}
+    if adoption:
+        check_room(plan, options, adoption)
+        folder.mkdir(mode=0o755)
+        odd = _take_over(plan, options, adoption, folder)
+        stamp("copy")
+        source = {"kind": "adopted", "adopted": adopting.manifest(adoption, plan["base"], plan["packages"], odd)}
+    else:
+        wanted = pick_files(plan["files"], glibc)
+        _check_wheelhouse(plan, options, wanted)
+        check_room(plan, options)
+        folder.mkdir(mode=0o755)
+        options.uv_cache.mkdir(parents=True, exist_ok=True, mode=0o755)
+        uv = ensure_uv(plan, options)
+        stamp("uv")
+        _install(plan, options, uv, folder, wanted)
+        _warm_mark(plan, options).touch()
+        stamp("install")
+        _check_versions(plan, site)
+        stamp("versions")
     verdict = audit(site, plan["audit"]["cuda_major"], plan["audit"]["exceptions"])
     if verdict.faults:
         raise BuildError(
             f"more than one CUDA in the release of {plan['engine']}: {'; '.join(verdict.faults[:5])}. Lock another version of "
-            "the package, or add an exception with its reason to engine.yml if the file is never loaded"
+            f"the package, or add an exception with its reason to engine.yml if the file is never loaded{_unfit(adoption)}"
         )
     stamp("audit")
     _write_profile(plan, folder, verdict.driver_users)
@@ -476,16 +525,15 @@ def _fill(plan: Mapping[str, Any], options: Options, folder: Path) -> dict[str, 
     if options.uid >= 0:
         os.chown(folder / "cache", options.uid, options.gid)
     stamp("profile")
-    imports = _check_imports(plan, folder, site)
+    imports = _check_imports(plan, folder, site, adoption)
     stamp("imports")
     manifest = {
         "schema": 1,
         **{key: plan[key] for key in ("id", "engine", "version", "machine", "series", "lock")},
         "python": {"version": plan["python"], "path": options.python},
         "profile": plan["profile"]["name"],
-        "uv": plan["uv"]["version"],
-        "link_mode": options.link_mode,
-        "packages": plan["packages"],
+        **source,
+        "packages": installed(site) if adoption else plan["packages"],
         "audit": verdict.data(),
         "imports": imports.data(),
         "backends": plan["backends"],

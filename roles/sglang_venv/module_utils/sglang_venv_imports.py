@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,17 +156,20 @@ def _top_level(tree: ast.Module) -> Iterator[ast.stmt]:
 # -- the audit ---------------------------------------------------------------------------------------------------------
 
 
-def audit_imports(site: Path, data: Mapping[str, Any], versions: Mapping[str, str]) -> ImportAudit:
+def audit_imports(
+    site: Path, data: Mapping[str, Any], versions: Mapping[str, str], pinned: Collection[str] | None = None
+) -> ImportAudit:
     """Holds a site-packages folder against an engine's imports.yml.
 
     `versions` are the installed packages, canonical name to version; a row about a package that is not among them is left
     out, unless the engine's own metadata asks for it. Errors name package, version found, what was expected and the fix.
+    With `pinned`, the engine's exact requirements count for these packages only.
     """
     verdict = ImportAudit()
     if not data:
         return verdict
     engine = versions.get(ENGINE, "")
-    pins = _pins(site, engine)
+    pins = {name: version for name, version in _pins(site, engine).items() if pinned is None or name in pinned}
     _judge_versions(data, versions, pins, engine, verdict)
     _judge_imports(site, data, versions, pins, verdict)
     for row in data.get("native") or []:

@@ -148,6 +148,7 @@ def make_plan(
             "stub_symbols": sorted(profile.get("stub_symbols") or []),
         },
         "imports": dict(imports or {}),
+        "load_bearing": list((imports or {}).get("load_bearing") or []),
         "backends": list(profile.get("backends") or []),
         "uv": {"version": pin.version, "hashes": list(pin.hashes)},
     }
