@@ -312,8 +312,8 @@ def test_a_password_of_the_index_is_not_in_any_argument(
     assert all(env["UV_DEFAULT_INDEX"].endswith("/simple") for _, env in seen)
 
 
-def play(top: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs sglang_release on this machine by a real playbook."""
+def play(top: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs sglang_release on this machine by a real playbook, with further `options`."""
     _, python = venv.find_python(("3.11", "3.12"))
     given = {
         "root": str(top / "root"),
@@ -325,6 +325,7 @@ def play(top: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "profile": {"name": "sm90", "files": {"plugin/x.py": "X = 1\n"}},
         "uv_cache": str(top / "root" / "cache" / "uv"),
         "wheelhouse": str(top / "house"),
+        **options,
     }
     tasks = [
         {
