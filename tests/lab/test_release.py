@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ def cut(make_lab: Callable[[str], LabClient], folders: tuple[Path, Path]) -> Lab
     return host
 
 
-def build(host: LabHost, folders: tuple[Path, Path], **variables: str) -> Play:
+def build(host: LabHost, folders: tuple[Path, Path], **variables: Any) -> Play:
     """Builds with a cache of the host's own, so that nothing comes out of the machine's."""
     given = {"sglang_venv_uv_cache": "/opt/sglang-fleet/cache/uv", "sglang_venv_link_mode": "hardlink"}
     engines_dir = str(folders[0])
@@ -89,3 +90,23 @@ def test_the_wheelhouse_is_all_that_a_host_needs(cut: LabHost, folders: tuple[Pa
     assert cut.ssh(f"stat -c %U:%a /opt/sglang-fleet/releases/{release}/cache").stdout.split() == ["sglang:750"]
     again = build(cut, folders, sglang_venv_wheelhouse=HOUSE)
     assert again.recap[cut.name]["changed"] == 0
+
+
+def test_an_environment_that_is_there_is_taken_over_and_may_go(cut: LabHost, folders: tuple[Path, Path]) -> None:
+    """A venv in another place, with the role's whole way; not even a wheelhouse is there for it."""
+    (built,) = releases(cut)
+    (folders[0] / lock.DEFAULT / "imports.yml").write_text("load_bearing: [anyio]\n")
+    cut.ssh(f"cp -a /opt/sglang-fleet/releases/{built}/venv /srv/theirs && rm /srv/theirs/bin/python*")
+    there = "find /srv/theirs -type f -printf '%p %n %s %T@ %m\\n' | sort | sha256sum"
+    before = cut.ssh(there).stdout
+    made = build(cut, folders, sglang_venv_adopt=["/srv/theirs"])
+    assert made.status == 0, made.text
+    assert cut.ssh(there).stdout == before
+    (release,) = set(releases(cut)) - {built}
+    cut.ssh("rm -r /srv/theirs")
+    again = build(cut, folders, sglang_venv_adopt=["/srv/theirs"])
+    assert again.recap[cut.name]["changed"] == 0, again.text
+    venv = f"/opt/sglang-fleet/releases/{release}/venv"
+    said = cut.ssh(f"{venv}/bin/python -I -c 'import anyio, msgspec; print(msgspec.__file__)'").stdout
+    assert said.startswith(venv)
+    assert cut.ssh(f"find {venv} -type f -links +1").stdout == ""

@@ -215,7 +215,7 @@ def test_a_patched_engine_is_refused_with_the_file(plan: Data, folders: list[str
     path.write_text("A = 2\n")
     said = refused(folders, plan)
     assert f"somebody patched this already: {path} is not as the wheel" in said
-    assert "--force-reinstall sglang==0.5.11" in said
+    assert "--target FOLDER sglang==0.5.11" in said
 
 
 def test_a_module_that_was_added_to_the_engine_is_a_patch_too(plan: Data, folders: list[str]) -> None:

@@ -304,8 +304,8 @@ def check(found: Adoption, plan: Mapping[str, Any]) -> list[str]:
         faults.append(
             f"somebody patched this already: {', '.join(named[:3])}{f' and {len(named) - 3} more' if named[3:] else ''} "
             f"{'are' if named[1:] else 'is'} not as the wheel of {ENGINE} has it; expected the unpatched {wanted.get(ENGINE)}: "
-            f"install it anew (pip install --no-deps --force-reinstall {ENGINE}=={wanted.get(ENGINE)}), best into a folder of "
-            "its own that is named first"
+            f"install it into a folder of its own (pip install --no-deps --target FOLDER {ENGINE}=={wanted.get(ENGINE)}) and "
+            "name that first"
         )
     if faults:
         raise AdoptError(
