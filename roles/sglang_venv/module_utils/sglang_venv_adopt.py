@@ -91,7 +91,7 @@ def _site(folder: Path) -> Path:
     if not folder.is_dir():
         raise AdoptError(
             f"sglang_venv_adopt: {folder} is no folder here, expected a venv or a site-packages folder; correct the path "
-            "(after a release was made of it, the folder may go, as long as the option stays the same)"
+            "(it may go once a release was made of it; another engine, series or profile is another release and needs it again)"
         )
     found = sorted(folder.glob("lib/python3.*/site-packages"))
     if next(folder.glob("*.dist-info"), None):
