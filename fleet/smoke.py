@@ -29,7 +29,13 @@ from ansible.module_utils import smoke_run as run
 from fleet import remote
 
 ROLE = Path(__file__).resolve().parent.parent / "roles" / "smoke"
-SOURCES = ("smoke_judge", "smoke_host", "smoke_recording", "smoke_backends", "smoke_run")  # in the order of their imports
+SOURCES = (
+    "smoke_judge",
+    "smoke_host",
+    "smoke_recording",
+    "smoke_backends",
+    "smoke_run",
+)  # in the order of their imports
 Verdict = dict[str, Any]
 
 

@@ -191,7 +191,9 @@ def choices(args: argparse.Namespace, draft: Path | None) -> tuple[list[arms.Arm
         if name is not None and name not in known:
             raise Misuse(f"{what} {name!r} is none of the arms {', '.join(known)}")
     if next(arm for arm in chosen if arm.name == reference).drafts:
-        raise Misuse(f"the reference {reference} drafts, and such an engine gives no log-probabilities; add the arm baseline")
+        raise Misuse(
+            f"the reference {reference} drafts, and such an engine gives no log-probabilities; add the arm baseline"
+        )
     concurrencies = numbers(args.concurrency, "--concurrency")
     standard = ",".join(f"{c}:{6 if c == 1 else 2 * c}" for c in concurrencies)
     requests = by_concurrency(args.requests or standard, concurrencies, "--requests")

@@ -55,9 +55,7 @@ def check_trees() -> int:
             seen = ancestor_mask(wanted, depth)
             bits = (ancestors[:, :, None] >> torch.arange(budget + 1)) & 1 > 0
             assert torch.equal(bits, seen)
-            assert all(
-                torch.equal(a, b) for a, b in zip((child, sibling), tree_links(wanted.parents), strict=True)
-            )
+            assert all(torch.equal(a, b) for a, b in zip((child, sibling), tree_links(wanted.parents), strict=True))
             said = random_trees.targets(wanted, 64, seed=cases)
             chain = ids[:, :, 0].contiguous()
             report = walk_report(wanted, seen, said, chain)

@@ -300,29 +300,64 @@ def test_findings_do_not_hold_up_the_way_back_and_tags_run_alone(way: Way) -> No
 
 @dataclass(frozen=True)
 class Back:
-    """Two deployments after the first: one that is good, one whose engine runs another mode than the inventory says."""
+    """What came after the first deployment: a switch of the mode, a switch and a deployment that fail their smoke."""
 
     host: LabHost
-    second: Play
+    switch: dict[str, Any]
+    refused: dict[str, Any]
     failed: Play
+
+
+def mode(host: LabHost, *words: str, status: int) -> dict[str, Any]:
+    """The answer of bin/mode for the host's one instance."""
+    argv = [str(REPO / "bin/mode"), host.name, "cpu0", *words, "-i", str(host.inventory), "--json"]
+    done = subprocess.run(argv, cwd=REPO, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return dict(json.loads(done.stdout))
 
 
 @pytest.fixture(scope="module")
 def back(way: Way) -> Back:
-    """dflash is deployed; then ddtree under a new name, which a drop-in of the site turns into dflash."""
+    """dflash by a switch; then ddtree by a switch and under a new name, and a drop-in of the site turns both into dflash."""
     host = way.host
-    second = run_play("site.yml", hosts=[host], gpu_units_defaults={**DEFAULTS, "mode": "dflash"})
-    assert second.status == 0, second.text
-    folder, config = "/etc/systemd/system/sglang@wrong.service.d", "/opt/sglang-fleet/wrong.yaml"
+    switch = mode(host, "dflash", status=0)
+    config = "/opt/sglang-fleet/wrong.yaml"
     host.ssh(
-        f"mkdir -p {folder} && install -o root -g sglang -m 640 /etc/sglang-fleet/instances/cpu0.yaml {config} && "
-        f"grep -q DFLASH {config} && sed -i 's/DDTREE/DFLASH/' {config} && tee {folder}/site.conf",
-        stdin="[Service]\nExecStart=\nExecStart=/opt/sglang-fleet/current/venv/bin/python -P "
-        f"/opt/sglang-fleet/libexec/sglang_launch.py --config {config}\n",
+        f"install -o root -g sglang -m 640 /etc/sglang-fleet/instances/cpu0.yaml {config} && grep -q DFLASH {config}"
     )
+    for name in ("cpu0", "wrong"):
+        host.ssh(
+            f"mkdir -p /etc/systemd/system/sglang@{name}.service.d && tee /etc/systemd/system/sglang@{name}.service.d/site.conf",
+            stdin="[Service]\nExecStart=\nExecStart=/opt/sglang-fleet/current/venv/bin/python -P "
+            f"/opt/sglang-fleet/libexec/sglang_launch.py --config {config}\n",
+        )
+    host.ssh("systemctl daemon-reload")
+    refused = mode(host, "ddtree", status=1)
+    host.ssh("rm -r /etc/systemd/system/sglang@cpu0.service.d && systemctl daemon-reload")
     instances = [{"name": "wrong", "gpus": [], "port": 30000}]
     failed = run_play("site.yml", hosts=[host], gpu_units_instances=instances, gpu_units_defaults=DEFAULTS)
-    return Back(host, second, failed)
+    return Back(host, switch, refused, failed)
+
+
+def test_a_switch_is_proven_and_temporary(back: Back) -> None:
+    switch = back.switch
+    assert (switch["before"], switch["mode"], switch["state"], switch["ok"]) == ("ddtree", "dflash", "active", True)
+    assert switch["inventory"] == "ddtree"
+    assert switch["smoke"]["ok"]
+    assert {check["id"] for check in switch["smoke"]["checks"]} >= {"hook.dflash-verify", "output.batch"}
+
+
+def test_a_switch_that_fails_its_smoke_goes_back(back: Back) -> None:
+    refused = back.refused
+    assert (refused["before"], refused["mode"], refused["state"], refused["ok"]) == (
+        "dflash",
+        "dflash",
+        "active",
+        False,
+    )
+    assert "Initialized DDTREE draft runner" in refused["message"], refused["message"]
+    assert "is back on" in refused["message"]
+    assert refused["smoke"]["ok"], "the old mode is proven again"
 
 
 def test_an_engine_in_the_wrong_mode_fails_the_smoke_by_its_hooks(back: Back) -> None:

@@ -7,6 +7,7 @@ It lets tests of units take seconds and fail on demand. The flag `double-does` s
     die-as-worker   the whole tree is killed after 1 s, as the engine does when a worker dies
     hang            never healthy
     deaf            runs, but listens on nothing
+It asks for the API key that the launcher gave to its `ServerArgs`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 BEGIN = time.monotonic()
 COUNT = {"health": 0, "generate": 0, "early": 0}
+KEY: str | None = None
 
 
 def kill_tree(worker: subprocess.Popen[bytes]) -> None:
@@ -54,6 +56,9 @@ class Answers(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         tokens = request["sampling_params"]["max_new_tokens"]
+        if KEY and self.headers["Authorization"] != f"Bearer {KEY}":
+            self.say(401, {"error": "Unauthorized"})
+            return
         if time.monotonic() - BEGIN < 2:
             COUNT["early"] += 1
             self.say(503, {"error": "weights are still loading"})
@@ -71,6 +76,12 @@ def main() -> None:
         flags = {
             key: json.loads(value) for key, _, value in (line.partition(": ") for line in stream if line[0] != "#")
         }
+    from sglang.srt.server_args import ServerArgs
+
+    global KEY  # noqa: PLW0603
+    args = ServerArgs()
+    args.__post_init__()
+    KEY = args.api_key
     does = flags.get("double-does", "well")
     # A worker that does not care for SIGTERM, as a process in a kernel does not.
     script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(86400)"

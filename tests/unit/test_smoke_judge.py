@@ -215,3 +215,27 @@ def test_a_verdict_without_checks_is_no_success() -> None:
     result = judge.verdict("h", "r", [good, bad], [], "now", 0.0)
     assert result["ok"] is False
     assert judge.failures(result) == ["c.d (gpu0): observed x; expected y; fix: do this"]
+
+
+# --- last words -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (
+            ["server_args=ServerArgs(error: 1)", "[2026-12-01 00:00:00] loading", "Traceback (most recent call last):",
+             '  File "x.py", line 1', "RuntimeError: CUDA error: no kernel image is available", "killed", "end"],
+            "first error: RuntimeError: CUDA error: no kernel image is available; last lines: RuntimeError: CUDA error: ",
+        ),
+        (["[2026-12-01 00:00:00] torch.OutOfMemoryError: CUDA out of memory. Tried"], "first error: torch.OutOfMemoryError"),
+        (["  raise RuntimeError('x')", "", "bye"], "last lines: raise RuntimeError('x') | bye"),
+        ([], "last lines: none"),
+    ],
+)  # fmt: skip
+def test_last_words_begin_with_the_first_error(lines: list[str], told: str) -> None:
+    assert judge.last_words(lines).startswith(told)
+
+
+def test_last_words_are_short() -> None:
+    assert len(judge.last_words(["ValueError: " + "x" * 5000] * 50)) < 1000

@@ -10,10 +10,12 @@ from ansible.module_utils.gpu_units_host import HostError, first_error
 from ansible.module_utils.gpu_units_render import Data
 from ansible.module_utils.gpu_units_state import Host, load, recover, units_of
 
+LOOK_BACK = 200  # lines in which the first error is looked for
+
 
 def _failure(host: Host, unit: str, state: dict[str, str], complaint: str) -> str:
     """Everything a person needs to know about a start that failed."""
-    lines = host.systemd.journal(state.get("InvocationID", ""), host.journal_lines)
+    lines = host.systemd.journal(state.get("InvocationID", ""), max(LOOK_BACK, host.journal_lines))
     ended = int(state.get("ExecMainExitTimestampMonotonic") or 0) / 1e6
     ago = f", {time.monotonic() - ended:.1f} s after its process ended" if ended else ""
     head = (
@@ -21,7 +23,14 @@ def _failure(host: Host, unit: str, state: dict[str, str], complaint: str) -> st
         f"status {state.get('ExecMainStatus')}{ago}): {complaint or 'no word from systemd'}"
     )
     first = [f"first error: {error}"] if (error := first_error(lines)) else []
-    return "\n".join([head, *first, "last lines of its journal:", *(f"  {line}" for line in lines or ["(none)"])])
+    return "\n".join(
+        [
+            head,
+            *first,
+            "last lines of its journal:",
+            *(f"  {line}" for line in lines[-host.journal_lines :] or ["(none)"]),
+        ]
+    )
 
 
 def start_units(host: Host, units: list[str]) -> tuple[list[str], list[str]]:

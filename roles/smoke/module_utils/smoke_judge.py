@@ -59,6 +59,23 @@ def near_tie_gap(dtype: str, gaps: Mapping[str, float] | None = None) -> float:
     return float(known[name])
 
 
+# --- last words --------------------------------------------------------------------------------------------------
+
+ERROR = re.compile(
+    r"^(?!\s)(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b|\bCUDA error\b|[Oo]ut of memory|^terminate called|^Fatal|"
+    r"undefined symbol|cannot open shared object|^sglang-fleet: not ready|\b(?:error|fatal):|oom-kill"
+)
+STAMP = re.compile(r"^\[[^\]]*\]\s*|^\w+: (?=\w*Error\b)")
+
+
+def last_words(lines: Sequence[str], count: int = 3, width: int = 200) -> str:
+    """What an engine that ended said: the first line that tells an error, and the last ones."""
+    bare = [STAMP.sub("", line.rstrip()) for line in lines if line.strip()]
+    first = next((line for line in bare if ERROR.search(line) and "server_args=" not in line), None)
+    last = " | ".join(line.strip()[:width] for line in bare[-count:]) or "none"
+    return (f"first error: {first.strip()[:width]}; " if first else "") + f"last lines: {last}"
+
+
 # --- journal -----------------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from ansible.module_utils import smoke_judge as judge
 from ansible.module_utils import smoke_recording as recordings
 
 MARK = "SMOKE-VERDICT "
+LOOK_BACK = 200  # lines in which the first error of an engine that ended is looked for
 PAUSE = 0.2  # seconds between two looks at the journal while a hook is awaited
 
 
@@ -205,8 +206,11 @@ def _judge_active(
 ) -> judge.Check:
     observed = f"{state['ActiveState']} ({state['SubState']}, result {state['Result']})"
     if not active:
-        tail = host.journal_tail(str(instance["unit"]), state["InvocationID"], int(settings["journal_lines"]))
-        observed += "; last lines: " + (" | ".join(line.strip()[:200] for line in tail) or "none")
+        if state["ActiveState"] == "failed" and int(state["NRestarts"] or 0):
+            observed += f", not started again after {state['NRestarts']} restarts"
+        lines = max(LOOK_BACK, int(settings["journal_lines"]))
+        tail = host.journal_tail(str(instance["unit"]), state["InvocationID"], lines)
+        observed += f"; {judge.last_words(tail)}"
     return judge.check(
         "unit.active",
         active,
