@@ -338,8 +338,23 @@ def test_ready_asks_whose_socket_answers(ready, engine, monkeypatch):
         wait(ready, engine, os.getpid(), 30)
 
 
-def test_the_key_is_the_units_credential(ready, tmp_path, monkeypatch):
-    assert ready.api_key() is None
+def test_the_key_is_the_credential_that_the_engine_sees(ready, tmp_path):
     (tmp_path / "api_key").write_text("k\n")
-    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
-    assert ready.api_key() == "k"
+
+    def key(**environment: str) -> Any:
+        with subprocess.Popen(["/bin/sleep", "60"], env=environment) as engine:
+            try:
+                # what the process was started with is there once it runs its own program
+                while b"sleep" not in Path(f"/proc/{engine.pid}/cmdline").read_bytes():
+                    time.sleep(0.01)
+                return ready.api_key(engine.pid)
+            finally:
+                engine.kill()
+
+    assert key(CREDENTIALS_DIRECTORY=str(tmp_path)) == "k"
+    assert key(CREDENTIALS_DIRECTORY=str(tmp_path / "none")) is None
+    assert key() is None
+    gone = subprocess.Popen(["/bin/true"])
+    gone.wait()
+    with pytest.raises(ready.Gone):
+        ready.api_key(gone.pid)

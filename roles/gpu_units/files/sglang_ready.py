@@ -38,10 +38,20 @@ def say(text: str) -> None:
     print(f"sglang-fleet: {text}", flush=True)
 
 
-def api_key() -> str | None:
-    """The key of this instance: a credential of the unit."""
-    path = Path(os.environ.get("CREDENTIALS_DIRECTORY", "/nonexistent"), "api_key")
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+def api_key(pid: int) -> str | None:
+    """The key of this instance: a credential of the unit, read where its engine sees it.
+
+    systemd 252 hides credentials from ExecStartPost, while the same user may look through the engine's own root.
+    """
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        folder = next(
+            (word.partition(b"=")[2] for word in environment if word.startswith(b"CREDENTIALS_DIRECTORY=")), None
+        )
+        path = Path(f"/proc/{pid}/root", (folder or b"nonexistent").decode().lstrip("/"), "api_key")
+        return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+    except (FileNotFoundError, ProcessLookupError):
+        raise Gone from None
 
 
 def watch(pid: int) -> int:
@@ -194,7 +204,7 @@ def main() -> int:
         weights = weights_of([path for path in env.get("FLEET_MODELS", "").split(":") if path])
         judge = Judge(weights, float(env["FLEET_QUIET_S"]), float(env["FLEET_SPIN_S"]))
         uuids = [uuid for uuid in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if uuid]
-        say(wait(env["FLEET_URL"], api_key(), pid, float(env["FLEET_START_TIMEOUT"]), judge, uuids))
+        say(wait(env["FLEET_URL"], api_key(pid), pid, float(env["FLEET_START_TIMEOUT"]), judge, uuids))
     except Gone:
         say(f"the engine's process {pid} ended before it gave a token; its own lines say why")
         return 1

@@ -165,9 +165,9 @@ def switch(host: Host, rendered: Data, name: str, check: bool = False) -> Data:
         )
     wanted = switched(current, rendered, name)
     previous = load(host, "previous")
-    for known in (current, previous):
-        if known and known["id"] == wanted["id"]:
-            wanted = {key: value for key, value in known.items() if key != "activated_at"}
+    for kept in (current, previous):
+        if kept and kept["id"] == wanted["id"]:
+            wanted = {key: value for key, value in kept.items() if key != "activated_at"}
     return {**swap(host, wanted, {}, check), "deployment": wanted}
 
 
