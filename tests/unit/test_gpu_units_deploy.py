@@ -178,7 +178,10 @@ def test_key_stays_as_long_as_a_way_back_needs_it(lab):
     lab.swap(wanted("r2"))
     assert key.exists()
     lab.swap(wanted("r3"))
-    lab.swap(wanted("r2"))
+    lab.swap(wanted("r2"))  # goes back to r3, and from there to r1
+    assert key.exists()
+    lab.swap(wanted("r4"))
+    lab.swap(wanted("r5"))
     assert not key.exists()
 
 
@@ -340,8 +343,23 @@ def test_the_end_of_a_switch_leaves_the_way_back_as_it_was(lab, by):
         lab.switch(other, "a")
         assert (modes_of(lab, "current"), lab.live("previous")) == (["baseline"], one["id"])
         lab.switch(one, "a") if by == "switch" else lab.swap(one)
-        lab.agrees(one, previous=old)
+        lab.agrees(one, previous=other)  # it served before, so that is where a failure leads
+        assert lab.live("older") == old["id"]
         assert "switched" not in (state.load(lab.host(), "current") or {})
+    lab.rollback()
+    lab.agrees(old, previous=one)
+
+
+def test_the_end_of_a_switch_that_fails_leads_back_into_it(lab):
+    one = wanted("r1")
+    lab.go(one)
+    other = lab.switch(wanted("r1", mode="baseline"), "a")["deployment"]
+    lab.start()
+    back = lab.switch(one, "a")["deployment"]
+    assert back["id"] == one["id"]
+    lab.rollback(discard=back["id"])
+    lab.agrees(other, previous=None)
+    assert lab.systemd.active == {"sglang@a.service"}
 
 
 def test_a_switch_that_fails_is_taken_back(lab):

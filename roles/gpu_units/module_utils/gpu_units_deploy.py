@@ -134,11 +134,10 @@ def swap(host: Host, wanted: Data, keys: dict[str, str], check: bool = False) ->
                 host.put(f"{KEYS}/{name}", key)
         if same:
             transition(host, wanted, previous, older)
-        elif current and current.get("switched") and previous and previous["id"] == wanted["id"]:
-            # The end of a temporary switch: the way back is as it was before it.
-            transition(host, wanted, older, None)
         else:
-            transition(host, wanted, current, previous)
+            # What serves now is the way back if `wanted` fails; a temporary switch that is over pushes no older one out.
+            kept = [d for d in (previous, older) if d and d["id"] != wanted["id"] and not d.get("switched")]
+            transition(host, wanted, current, kept[0] if kept else None)
 
     units = [instance[kind] for instance in stale + new for kind in ("unit", "baseline_unit")]
     moved = [i for i in wanted["instances"] if i["name"] in {s["name"] for s in stale + new}]
@@ -187,7 +186,8 @@ def _forget_keys(host: Host) -> None:
 def rollback(host: Host, discard: str | None = None, check: bool = False) -> Data:
     """Back to the previous deployment, and start it.
 
-    Without `discard` current and previous change places, so a second call goes forward again. With the id of a deployment that
+    Without `discard` current and previous change places, so a second call goes forward again; a temporary switch before the
+    present deployment is passed over. With the id of a deployment that
     failed, that one is put aside as failed.json and can't come back; is another one live, only what should run is started.
     Result: {changed, rolled_back, deployment (or None), failed, started, diff, notes}.
     """
@@ -205,6 +205,8 @@ def rollback(host: Host, discard: str | None = None, check: bool = False) -> Dat
         raise HostError(
             "nothing is deployed here and nothing was before, so there is nothing to go back to; run site.yml"
         )
+    if discard is None and previous and previous.get("switched") and older:
+        previous, older = older, previous  # a switch was temporary: the way back leads past it
     result: Data = {
         "changed": True,
         "rolled_back": True,
