@@ -298,7 +298,7 @@ def test_ready_ends_with_the_process(ready):
 
 def test_ready_gives_up_with_the_last_answer(ready, engine):
     Answers.script = [(503, {"error": "loading"})]
-    with pytest.raises(TimeoutError, match=r"no token within 1 s; last answer /.*loading|200, and"):
+    with pytest.raises(TimeoutError, match=r"no token within 1 s; last answer /(health: 200|generate: 503 .*loading)"):
         wait(ready, engine, os.getpid(), 1.0)
 
 
