@@ -318,7 +318,7 @@ def mode(host: LabHost, *words: str, status: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def back(way: Way) -> Back:
-    """dflash by a switch; then ddtree by a switch and under a new name, and a drop-in of the site turns both into dflash."""
+    """dflash by a switch; then a shadow by a switch and ddtree under a new name, and a drop-in of the site makes both dflash."""
     host = way.host
     switch = mode(host, "dflash", status=0)
     config = "/opt/sglang-fleet/wrong.yaml"
@@ -332,7 +332,7 @@ def back(way: Way) -> Back:
             f"/opt/sglang-fleet/libexec/sglang_launch.py --config {config}\n",
         )
     host.ssh("systemctl daemon-reload")
-    refused = mode(host, "ddtree", status=1)
+    refused = mode(host, "ddtree-shadow", status=1)
     host.ssh("rm -r /etc/systemd/system/sglang@cpu0.service.d && systemctl daemon-reload")
     instances = [{"name": "wrong", "gpus": [], "port": 30000}]
     failed = run_play("site.yml", hosts=[host], gpu_units_instances=instances, gpu_units_defaults=DEFAULTS)
