@@ -23,6 +23,7 @@ from fleet.engine import ROOT
 from fleet.lab import base
 from fleet.lab.labs import base_of, this_machine
 from fleet.lab.settings import settings as lab_settings
+from fleet.lab.shell import LabError
 
 CONTROL = ROOT / "requirements" / "control.txt"
 IMPORTED = ("ansible-core", "fabric", "nvidia-ml-py", "pyyaml")
@@ -73,10 +74,19 @@ def install(wanted: str, python: str, platform: str, folder: Path) -> None:
 # --- systemd of a lab host's base
 
 
+def suite_here() -> base.Suite:
+    """Debian 12, whose C library is older than that of every machine this is for; where apt here has none, the machine's own."""
+    try:
+        base.mirrors(base.SUITES["bookworm"], base.machine_sources(), os.environ.get("FLEET_LAB_MIRROR"))
+    except LabError:
+        return base.SUITES[base.default_suite(Path("/etc/os-release").read_text())]
+    return base.SUITES["bookworm"]
+
+
 def base_root() -> Path:
-    """The root of Debian 12's lab hosts: its C library is older than that of every machine this is for. Raises LabError."""
+    """The root of that suite's lab hosts. Raises LabError where there can be none."""
     settings = lab_settings(os.environ, ROOT)
-    return base_of(settings, base.SUITES["bookworm"], this_machine(settings), lambda text: print(text, flush=True))
+    return base_of(settings, suite_here(), this_machine(settings), lambda text: print(text, flush=True))
 
 
 def packages(status: str) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fleet.gpu import host
+from fleet.lab.base import Source
 
 STATUS = """Package: systemd
 Status: install ok installed
@@ -74,6 +75,19 @@ def test_everything_that_plays_import_is_locked() -> None:
     assert {"ansible-core", "jinja2", "paramiko", "nvidia-ml-py", "resolvelib"} <= set(names)
     assert not {"ansible-lint", "mypy", "pytest"} & set(names)
     assert host.subset(host.CONTROL.read_text(), names).count("--hash=sha256:") >= len(names)
+
+
+@pytest.mark.parametrize(
+    ("uri", "suite", "own", "taken"),
+    [("https://a/debian", "bookworm", "noble", "bookworm"), ("https://a/ubuntu", "noble", "noble", "noble")],
+)
+def test_the_oldest_systemd_that_apt_has_here(
+    uri: str, suite: str, own: str, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FLEET_LAB_MIRROR", raising=False)
+    monkeypatch.setattr("fleet.lab.base.machine_sources", lambda: [Source(uri, (suite,), ("main", "universe"))])
+    monkeypatch.setattr("fleet.lab.base.default_suite", lambda text: own)
+    assert host.suite_here().name == taken
 
 
 def test_files_land_behind_usr_and_manuals_stay(tmp_path: Path) -> None:
