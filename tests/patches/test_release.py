@@ -26,7 +26,7 @@ from ansible.module_utils.sglang_venv_build import BuildError
 
 from fleet import engine as engines
 from fleet import lock, wheelhouse
-from tests import bench_release, venv
+from tests import venv
 from tests.unit import release_kit as kit
 
 AUDIT = engines.load(venv.ENGINE).data["audit"]
@@ -227,8 +227,3 @@ publish(top / "root", plan["id"])
     release = releases.release_path(tmp_path / "root", plan["id"])
     assert releases.installed(venv.site_packages(release)) == plan["packages"]
     assert {"anyio", "msgspec"} <= set(plan["packages"])
-
-
-def test_a_build_costs_at_most_half_more_than_a_bare_install() -> None:
-    found = bench_release.measure(rounds=6, bar=bench_release.BAR)
-    assert found["ratio"] <= bench_release.BAR, found
