@@ -321,7 +321,7 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
         host(current="abc", disk={"path": "/opt", "free": GIB, "total": GIB}),
         ["1.0 GiB", "2 GiB for caches", "12 GiB"],
     ),
-    ("root-read-only", root(options=["ro"]), ["/opt/sglang-fleet", "findmnt -no TARGET", "remount,rw"]),
+    ("root-read-only", root(options=["ro"]), ["/opt/sglang-fleet", 'findmnt -no TARGET -T /opt)"', "remount,rw"]),
     ("root-noexec", root(options=["rw", "noexec"]), ["noexec", "remount,exec"]),
     ("root-network", root(type="nfs4"), ["nfs4", "local disk"]),
     (

@@ -69,7 +69,7 @@ def disk_full(case: Case) -> Iterator[Hit]:
 
 
 def _free_room(path: str) -> str:
-    return f"Free or add room there; `du -xh --max-depth=3 {path} | sort -h | tail` shows what is large."
+    return f'Free or add room; `du -xh --max-depth=3 "$(findmnt -no TARGET -T {path})" | sort -h | tail` shows what is large.'
 
 
 def _disk(case: Case) -> Iterator[Hit]:
@@ -94,7 +94,7 @@ def root_read_only(case: Case) -> Iterator[Hit]:
     root, mount = _root(case)
     if "ro" in mount.get("options", ()):
         look = "see `dmesg | tail` for errors of the disk; without any, "
-        yield Hit(root, "mounted read-only", "mounted read-write", f"{look.capitalize()}{_remount(root, 'rw')}.")
+        yield Hit(root, "mounted read-only", "mounted read-write", f"{look.capitalize()}{_remount(case, 'rw')}.")
 
 
 @rule(
@@ -107,7 +107,7 @@ def root_noexec(case: Case) -> Iterator[Hit]:
     """Files in the folder of releases may be executed."""
     root, mount = _root(case)
     if "noexec" in mount.get("options", ()):
-        yield Hit(root, "mounted noexec", "mounted exec", f"{_remount(root, 'exec')}.")
+        yield Hit(root, "mounted noexec", "mounted exec", f"{_remount(case, 'exec')}.")
 
 
 @rule(
@@ -128,8 +128,9 @@ def root_network(case: Case) -> Iterator[Hit]:
         )
 
 
-def _remount(root: str, option: str) -> str:
-    return f'`mount -o remount,{option} "$(findmnt -no TARGET -T {root})"`, and the same in its line of /etc/fstab'
+def _remount(case: Case, option: str) -> str:
+    there = case.facts["disk"]["path"]  # the folder of releases, or what is there of the way to it
+    return f'`mount -o remount,{option} "$(findmnt -no TARGET -T {there})"`, and the same in its line of /etc/fstab'
 
 
 def _root(case: Case) -> tuple[str, Map]:
