@@ -155,7 +155,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         target, inventory_mode = choose(args.inventory, args.host, args.instance, args.mode)
         answer = verdict(target, args.instance, args.mode, inventory_mode)
-        if args.mode is not None:
+        if answer["mode"] is None:
+            files = "".join(f" -i {file}" for file in args.inventory)
+            answer["message"] = f"nothing was changed; first: ansible-playbook site.yml -l {target.name}{files}"
+        elif args.mode is not None:
             switch(target, args.inventory, answer, Progress(sys.stderr))
     except remote.Misuse as error:
         print(f"mode: {error}", file=sys.stderr)

@@ -80,6 +80,17 @@ def test_what_does_not_serve_is_no_success(
     assert mode.main(["ct200", "gpu0", "-i", inventory]) == 1
 
 
+@pytest.mark.parametrize("words", [[], ["dflash"]])
+def test_what_is_not_deployed_is_not_switched(
+    words: list[str], inventory: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serving(monkeypatch, {})
+    assert mode.main(["ct200", "gpu0", *words, "-i", inventory]) == 1
+    out = capsys.readouterr().out
+    assert "(not deployed)" in out
+    assert f"nothing was changed; first: ansible-playbook site.yml -l ct200 -i {inventory}" in out
+
+
 def test_a_host_that_gives_no_answer(
     inventory: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
