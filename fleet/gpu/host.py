@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 import tarfile
 from collections.abc import Iterator
 from importlib import metadata
@@ -18,7 +16,6 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from fleet import lock
 from fleet.engine import ROOT
 from fleet.lab import base
 from fleet.lab.labs import base_of, this_machine
@@ -57,18 +54,6 @@ def subset(text: str, names: list[str]) -> str:
     for match in re.finditer(r"^(?P<name>[\w.-]+)==[^\n]*\\\n(?:    --hash=[^\n]*\n)+", text, re.MULTILINE):
         blocks[match["name"]] = blocks.get(match["name"], "") + match[0]
     return "".join(blocks[name] for name in names)
-
-
-def install(wanted: str, python: str, platform: str, folder: Path) -> None:
-    """The packages of a requirements text, unpacked into `folder` by uv. CalledProcessError where it refuses."""
-    listed = folder.with_name("control.txt")
-    listed.write_text(wanted)
-    command = [
-        lock.find_uv(), "pip", "install", "-q", "--require-hashes", "--no-deps", "--only-binary", ":all:",
-        "--target", folder, "--python-version", python, "--python-platform", platform, "-r", listed,
-    ]  # fmt: skip
-    subprocess.run([str(word) for word in command], check=True, stderr=subprocess.PIPE, text=True)
-    shutil.rmtree(folder / "bin", ignore_errors=True)  # programs that begin with this machine's Python
 
 
 # --- systemd of a lab host's base

@@ -115,22 +115,29 @@ def travelling(pins: Iterable[Pin], rule: Mapping[str, Any]) -> list[Pin]:
     return [pin for pin in pins if not any(fnmatch.fnmatchcase(pin.name, p) for p in patterns)]
 
 
-def install(pins: Iterable[Pin], python: str, rule: Mapping[str, Any], site: Path) -> None:
-    """The wheels of these pins, unpacked into `site` by uv, which refuses a wrong hash."""
-    machine = rule["machine"]
+def platform_of(rule: Mapping[str, Any]) -> str:
+    """The GPU machine as uv names it."""
+    return f"{rule['machine']['machine']}-manylinux_2_{rule['machine']['glibc']}"
+
+
+def unpack_wheels(wanted: str, python: str, platform: str, folder: Path) -> None:
+    """The wheels of a requirements text with hashes, unpacked into `folder` by uv, which refuses a wrong hash."""
     with tempfile.TemporaryDirectory(prefix="gpu-pack-") as name:
-        wanted = Path(name) / "lock.txt"
-        wanted.write_text(
-            "".join(f"{pin} {' '.join(f'--hash=sha256:{digest}' for digest in pin.hashes)}\n" for pin in pins)
-        )
+        listed = Path(name) / "wanted.txt"
+        listed.write_text(wanted)
         command = [
             lock.find_uv(), "pip", "install", "-q", "--require-hashes", "--no-deps", "--only-binary", ":all:",
-            "--target", site, "--python-version", python,
-            "--python-platform", f"{machine['machine']}-manylinux_2_{machine['glibc']}", "-r", wanted,
+            "--target", folder, "--python-version", python, "--python-platform", platform, "-r", listed,
         ]  # fmt: skip
         done = subprocess.run([str(word) for word in command], check=False, capture_output=True, text=True)
     if done.returncode:
-        raise PackError(f"uv could not install the engine's wheels:\n{done.stderr.strip()[-3000:]}")
+        raise PackError(f"uv could not unpack these wheels:\n{done.stderr.strip()[-3000:]}")
+
+
+def install(pins: Iterable[Pin], python: str, rule: Mapping[str, Any], site: Path) -> None:
+    """The wheels of these pins, unpacked into `site`."""
+    wanted = "".join(f"{pin} {' '.join(f'--hash=sha256:{digest}' for digest in pin.hashes)}\n" for pin in pins)
+    unpack_wheels(wanted, python, platform_of(rule), site)
 
 
 def prune(site: Path, rule: Mapping[str, Any]) -> None:
@@ -353,14 +360,11 @@ def caches_archive(file: Path, limit: int) -> Archive:
 def control_archive(engine: Engine, python: str, limit: int) -> Archive:
     """What plays and doors import on the machine itself."""
     wanted = host.subset(host.CONTROL.read_text(), host.closure(python))
-    machine = rules(engine.name)["machine"]
-    platform = f"{machine['machine']}-manylinux_2_{machine['glibc']}"
+    platform = platform_of(rules(engine.name))
 
     def fill(tar: tarfile.TarFile, scratch: Path) -> tuple[int, int]:
-        try:
-            host.install(wanted, python, platform, scratch / "control")
-        except subprocess.CalledProcessError as error:
-            raise PackError(f"uv could not install the control packages:\n{error.stderr.strip()[-3000:]}") from error
+        unpack_wheels(wanted, python, platform, scratch / "control")
+        shutil.rmtree(scratch / "control/bin", ignore_errors=True)  # programs that begin with this machine's Python
         return add_tree(tar, scratch / "control")
 
     return archive("control", "control", digest_of([FORMAT, LEVEL, limit, python, platform, wanted]), limit, fill)

@@ -46,7 +46,7 @@ up() { # TAR: outside
     mount -t cgroup2 cgroup2 "$groups"
   fi
   local controllers
-  read -ra controllers <"$groups/cgroup.controllers" || true # none: an empty line
+  mapfile -t controllers < <(tr ' ' '\n' <"$groups/cgroup.controllers" | sed '/^$/d') # may be none
   for controller in "${controllers[@]}"; do echo "+$controller" >"$groups/cgroup.subtree_control"; done
   mkdir "$groups/fleet-host"
   echo "$groups/fleet-host" >"$home/group"
@@ -54,14 +54,17 @@ up() { # TAR: outside
   sh -c "echo \$\$ >'$groups/fleet-host/cgroup.procs'; exec unshare --cgroup --mount --pid --ipc --fork --propagation private \
     '$0' boot '$home'" </dev/null >"$home/console" 2>&1 &
   disown
-  local child=
+  local child='' runs=
   for ((i = 0; i < 300; i++)); do
-    child=$(pgrep -P $! -x systemd || true)
-    [ -n "$child" ] && inside "$child" systemctl is-system-running 2>/dev/null | grep -Eqx 'running|degraded' && break
+    child=$(pgrep -P $! -x systemd) || child='' # not yet
+    if [ -n "$child" ] && inside "$child" systemctl is-system-running 2>/dev/null | grep -Eqx 'running|degraded'; then
+      runs=yes
+      break
+    fi
     kill -0 $! 2>/dev/null || { echo "host.sh: systemd did not start:" >&2; tail -n 20 "$home/console" >&2; exit 1; }
     sleep 0.1
   done
-  [ -n "$child" ] || { echo "host.sh: systemd did not come up in 30 s:" >&2; tail -n 20 "$home/console" >&2; exit 1; }
+  [ -n "$runs" ] || { echo "host.sh: systemd did not come up in 30 s:" >&2; tail -n 20 "$home/console" >&2; exit 1; }
   echo "$child" >"$home/pid"
   echo "host.sh: systemd $(inside "$child" systemctl --version | sed -n '1s/systemd //p') runs over this machine's root"
 }
