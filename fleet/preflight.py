@@ -244,12 +244,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bin/preflight", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument(
-        "-l", "--limit", metavar="HOST,..", help="only these hosts or groups, as in ansible-playbook -l"
-    )
-    parser.add_argument(
-        "-i", "--inventory", action="append", default=[], metavar="FILE", help="default: that of ansible.cfg"
-    )
+    remote.choosing_hosts(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="also what is only good to know")
     parser.add_argument("--json", action="store_true", help="print the verdicts as a JSON list")
     parser.add_argument(

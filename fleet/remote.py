@@ -7,6 +7,7 @@ inventory, the site's own ssh configuration included. Host keys are checked; the
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import shlex
@@ -44,6 +45,16 @@ class Target:
     become_password: str | None = field(default=None, repr=False)
     python: str = "/usr/bin/python3"
     variables: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+def choosing_hosts(parser: argparse.ArgumentParser) -> None:
+    """The options by which every door names its hosts: `limit` and `inventory`, as `targets` takes them."""
+    parser.add_argument(
+        "-l", "--limit", metavar="HOST,..", help="only these hosts or groups, as in ansible-playbook -l"
+    )
+    parser.add_argument(
+        "-i", "--inventory", action="append", default=[], metavar="FILE", help="default: that of ansible.cfg"
+    )
 
 
 # --- inventory ---------------------------------------------------------------------------------------------------

@@ -136,12 +136,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "mode", nargs="?", metavar="MODE", help="only instances in this mode: %(metavar)s of docs/architecture.md"
     )
-    parser.add_argument(
-        "-l", "--limit", metavar="HOST,..", help="only these hosts or groups, as in ansible-playbook -l"
-    )
-    parser.add_argument(
-        "-i", "--inventory", action="append", default=[], metavar="FILE", help="default: that of ansible.cfg"
-    )
+    remote.choosing_hosts(parser)
     parser.add_argument("--instance", metavar="NAME", help="only the instance of this name")
     parser.add_argument("--json", action="store_true", help="print the verdicts as a JSON list")
     parser.add_argument(
