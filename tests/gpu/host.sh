@@ -32,7 +32,6 @@ up() { # TAR: outside
   mount -t overlay -o "lowerdir=/,upperdir=$home/upper,workdir=$home/work" fleet-host "$root"
   # What the machine has stays its own: links of /bin and /lib, libraries, users.
   tar -C "$root" --skip-old-files --keep-directory-symlink -xf "$tar"
-  chroot "$root" ldconfig
   for name in systemd-journal systemd-network; do chroot "$root" getent group $name >/dev/null || chroot "$root" groupadd -r $name; done
   rm -f "$root/etc/machine-id" && : >"$root/etc/machine-id"
   mkdir -p "$root/var/log/journal" "$root/etc/systemd/system" "$root/etc/systemd/journald.conf.d"
@@ -81,6 +80,7 @@ boot() { # in the new namespaces, becomes their process 1
     case $kind in overlay | autofs) continue ;; esac
     [ ! -d "$where" ] || [ ! -d "$root$where" ] || mount --rbind "$where" "$root$where"
   done <"/proc/self/mounts"
+  chroot "$root" ldconfig # now that the driver's libraries are there
   mount -t tmpfs -o mode=755 tmpfs "$root/run"
   mount -t tmpfs tmpfs "$root/tmp"
   mkdir -p "$root/run/lock" "$root/mnt/machine-tmp"

@@ -107,6 +107,34 @@ def test_two_folders_become_one_release_that_needs_neither(tmp_path: Path, plan:
     assert set(manifest["seconds"]) == {"copy", "audit", "profile", "imports"}
 
 
+def test_native_programs_come_along_and_scripts_do_not(tmp_path: Path, plan: Data, folders: list[str]) -> None:
+    true = Path("/bin/true").read_bytes()
+    target = tmp_path / "engine"  # as pip install --target leaves it
+    (target / "bin").mkdir()
+    (target / "bin" / "side").write_bytes(true)
+    programs = tmp_path / "machine" / "bin"
+    programs.mkdir()
+    (programs / "torch").write_text("#!/usr/bin/python3\n")
+    site, manifest = build(tmp_path, plan, folders)
+    venv = site.parents[2]
+    assert (venv / "bin" / "side").read_bytes() == true
+    assert not (venv / "bin" / "torch").exists()
+    assert (venv / "bin" / "python").is_symlink(), "the venv's own stay"
+    assert manifest["adopted"]["bytes"] > len(true)
+
+
+def test_a_program_that_the_engine_calls_has_to_be_somewhere(tmp_path: Path, plan: Data, folders: list[str]) -> None:
+    row = {"program": "fleet-no-such-ninja", "package": "ninja", "why": "it builds kernels"}
+    plan["imports"] = {"programs": [row]}
+    with pytest.raises(
+        building.BuildError, match=r"no program fleet-no-such-ninja in .*it builds kernels.*: install ninja"
+    ):
+        build(tmp_path, plan, folders)
+    assert not list((tmp_path / "root" / "releases").glob(".build-*"))
+    plan["imports"] = {"programs": [row | {"program": "true"}]}
+    build(tmp_path, plan, folders)
+
+
 def test_links_in_a_folder_become_files(tmp_path: Path, plan: Data, folders: list[str]) -> None:
     path = Path(folders[0]) / "sglang/srt/a.py"
     path.rename(tmp_path / "cache.py")

@@ -39,7 +39,8 @@ class AdoptError(RuntimeError):
 
 @dataclass
 class Distribution:
-    """One installed distribution: its site-packages folder, sha256 of its RECORD, files as (path, hash or '', size or -1)."""
+    """One installed distribution: its site-packages folder, sha256 of its RECORD, files as (path, hash or '', size or -1),
+    paths of its native programs."""
 
     name: str
     version: str
@@ -47,6 +48,7 @@ class Distribution:
     record: str
     files: list[tuple[str, str, int]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    programs: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -147,10 +149,22 @@ def _read_record(info: Path, name: str, version: str) -> Distribution:
     one = Distribution(name, version, str(info.parent), hashlib.sha256(text).hexdigest())
     for row in csv.reader(text.decode("utf-8", "replace").splitlines()):
         if not row or _outside(row[0]):
+            if row and (program := _program(info.parent, row[0])):
+                one.programs.append(program)
             continue
         said = row[1].removeprefix("sha256=") if len(row) > 1 and row[1].startswith("sha256=") else ""
         one.files.append((row[0], said, int(row[2]) if len(row) > 2 and row[2].isdigit() else -1))
     return one
+
+
+def _program(site: Path, path: str) -> str:
+    """Where a native program of a RECORD lies; '' if it is none. Scripts start the Python of the place that they lie in."""
+    where = Path(os.path.normpath(site / path))
+    for file in (where, site / "bin" / where.name):  # pip install --target puts it there
+        if where.parent.name == "bin" and file.is_file():
+            with file.open("rb") as handle:
+                return str(file) if handle.read(4) == b"\x7fELF" else ""
+    return ""
 
 
 def scan(folders: Sequence[str]) -> Adoption:
@@ -198,6 +212,8 @@ def _measure(one: Distribution, found: Adoption) -> None:
         found.bytes += state.st_size
         found.files += 1
     one.files = there
+    found.bytes += sum(Path(path).stat().st_size for path in one.programs)
+    found.files += len(one.programs)
 
 
 def _read_rest(
@@ -353,7 +369,8 @@ def _partly(found: Adoption) -> list[Distribution]:
 
 
 def take_over(found: Adoption, site: Path) -> dict[str, list[str]]:
-    """Copies everything into a new site-packages folder; the answer: distribution -> files that are not as RECORD says.
+    """Copies everything into a new venv's site-packages folder, native programs into its bin; the answer: distribution ->
+    files that are not as RECORD says.
 
     Python files are compared by hash, all others by size. Of a path in two folders the first is kept.
     """
@@ -377,6 +394,10 @@ def take_over(found: Adoption, site: Path) -> dict[str, list[str]]:
                 changed.add(path)
             if path not in taken:
                 copy(one.site, path)
+        for program in one.programs:
+            target = site.parents[2] / "bin" / Path(program).name
+            if not target.exists():
+                copy_file(program, str(target))
         if changed:
             odd[name] = sorted(changed)
     for source, path in found.loose:

@@ -425,11 +425,23 @@ def _unfit(adoption: Adoption | None) -> str:
     )
 
 
+def _missing_programs(plan: Mapping[str, Any], programs: Path) -> list[str]:
+    """Programs that the engine calls by name and a unit would not find: neither in the release nor on the host."""
+    rows = plan["imports"].get("programs") or []
+    missing = [row for row in rows if not shutil.which(row["program"], path=f"{programs}:/usr/local/bin:/usr/bin:/bin")]
+    return [
+        f"no program {row['program']} in {programs} and none on this host ({row['why']}): install {row['package']} where the "
+        "packages come from"
+        for row in missing
+    ]
+
+
 def _check_imports(plan: Mapping[str, Any], folder: Path, site: Path, adoption: Adoption | None) -> ImportAudit:
     """What imports.yml of the engine asks of the venv. BuildError with every fault at once."""
     # Other versions of what an adopted engine doesn't depend on were told as a warning.
     pinned = {*plan["load_bearing"]} if adoption else None
     verdict = audit_imports(site, plan["imports"], installed(site), pinned)
+    verdict.faults += _missing_programs(plan, folder / "venv" / "bin")
     modules = [name for name in plan["imports"].get("imports") or [] if (site / name).exists()]
     if plan["profile"]["name"] == "cpu":
         verdict.not_imported = "profile cpu: the import check of the patch series imports the engine itself"
