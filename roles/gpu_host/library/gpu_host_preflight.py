@@ -19,7 +19,8 @@ options:
   wanted:
     description:
       - The inventory's side, with the keys V(engine), V(engines), V(profile), V(defaults), V(instances), V(min_driver),
-        V(min_systemd), V(min_disk_gib), V(min_shm_gib), V(pythons), V(allow_any_address) and V(waivers).
+        V(min_systemd), V(min_disk_gib), V(min_shm_gib), V(pythons), V(allow_any_address) and V(waivers); V(where) is the file
+        that messages name, V(reach) how ssh reaches the host, empty for this machine, V(user) and V(groups) are the engines'.
       - Its values are judged by the rules, so that a wrong one is named together with everything else that is wrong.
     type: dict
     required: true
@@ -89,6 +90,7 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gpu_host_gather import gather
 from ansible.module_utils.gpu_host_judge import instances_of, judge, lines, rows
+from ansible.module_utils.gpu_host_rules_files import model_paths
 
 
 def texts(values: Iterable[Any]) -> list[str]:
@@ -99,13 +101,14 @@ def texts(values: Iterable[Any]) -> list[str]:
 def facts_for(wanted: dict[str, Any], root: str, stand_in: dict[str, Any] | None, pynvml: str | None) -> dict[str, Any]:
     """Facts of this host for what the inventory asks; what a recording holds replaces the host's own."""
     instances = instances_of(wanted)
-    paths = [one.get(key) for one in instances for key in ("model_path", "draft_model_path")]
     facts = gather(
         root,
         [str(version) for version in wanted.get("pythons") or []],
-        [path for path in texts(paths) if path.startswith("/")],
+        model_paths(instances),
         texts(one.get("address") for one in instances),
         pynvml,
+        str(wanted.get("user") or "sglang"),
+        texts(wanted["groups"]) if isinstance(wanted.get("groups"), list) else [],
     )
     return {**facts, **(stand_in or {})}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about the folders of target and drafter."""
+"""Rules about what target and drafter are: their size, and whether they belong together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from ansible.module_utils.gpu_host_memory import plan
 from ansible.module_utils.gpu_host_rules import (
     BLOCK,
     GIB,
-    MODES,
     WARN,
     Case,
     Hit,
@@ -21,99 +20,11 @@ from ansible.module_utils.gpu_host_rules import (
     shown,
     whole,
 )
+from ansible.module_utils.gpu_host_rules_files import DRAFTER, copy, uses
 
 MIB = 1 << 20
 TIGHT = 0.85
-HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 - refused, not used
-
-
-@rule(
-    "model-path-bad",
-    BLOCK,
-    "An engine serves a folder of the host; nothing is fetched by name at its start.",
-    source="docs/operations.md",
-    needs_host=False,
-)
-def model_path_bad(case: Case) -> Iterator[Hit]:
-    """Absolute paths for the target, and for the drafter in every speculating mode."""
-    for at, instance in enumerate(case.instances):
-        mode = instance.get("mode")
-        for key in ("model_path", "draft_model_path"):
-            path = instance.get(key)
-            if key == "draft_model_path" and (mode == "baseline" or mode not in MODES) and path is None:
-                continue
-            if not isinstance(path, str) or not path.startswith("/"):
-                yield Hit(
-                    label(instance, at),
-                    f"{key} {shown(path)}",
-                    "the absolute path of a folder on the host",
-                    f"Set {key} for it in {case.where} or in gpu_units_defaults.",
-                )
-
-
-@rule(
-    "path-hidden",
-    BLOCK,
-    "The unit sees no home folder and has its own /tmp (ProtectHome, PrivateTmp), so the engine would not find it.",
-    source="https://www.freedesktop.org/software/systemd/man/latest/systemd.exec.html",
-    needs_host=False,
-)
-def path_hidden(case: Case) -> Iterator[Hit]:
-    """Models lie where a hardened unit can read them."""
-    for at, instance in enumerate(case.instances):
-        for key in ("model_path", "draft_model_path"):
-            path = instance.get(key)
-            if isinstance(path, str) and path.startswith(HIDDEN):
-                yield Hit(
-                    label(instance, at),
-                    f"{key} {path}",
-                    "a folder outside of home folders and /tmp, such as /srv/models",
-                    f"Move it on the host and correct {key} in {case.where}.",
-                )
-
-
-@rule(
-    "model-missing",
-    BLOCK,
-    "The engine would fail at its start; nothing is fetched by it.",
-    source="docs/operations.md",
-)
-def model_missing(case: Case) -> Iterator[Hit]:
-    """The target's folder is whole."""
-    for at, instance in enumerate(case.instances):
-        yield from _folder(case, at, instance, "model_path")
-
-
-@rule(
-    "drafter-missing",
-    BLOCK,
-    "Every mode but baseline drafts with this model.",
-    source="docs/operations.md",
-)
-def drafter_missing(case: Case) -> Iterator[Hit]:
-    """The drafter's folder is whole, in every mode that drafts."""
-    for at, instance in enumerate(case.instances):
-        if instance.get("mode") != "baseline":
-            yield from _folder(case, at, instance, "draft_model_path")
-
-
-def _folder(case: Case, at: int, instance: Map, key: str) -> Iterator[Hit]:
-    path = instance.get(key)
-    model = case.model(path)
-    if model is None:
-        return
-    fix = f"Copy it there: `rsync -a FOLDER/ {case.host}:{path}/` from where it lies; or correct {key} in {case.where}."
-    if not model["exists"]:
-        yield Hit(label(instance, at), f"{key} {path}: no such folder", "a folder with config.json and weights", fix)
-    elif model["error"]:
-        yield Hit(label(instance, at), f"{key} {path}: {model['error']}", "a config.json that can be read", fix)
-    elif model["missing"]:
-        yield Hit(
-            label(instance, at),
-            f"{key} {path}: no {', '.join(model['missing'][:3])}",
-            "a folder with config.json and weights",
-            fix,
-        )
+MIN_BLOCK = 2  # its first place is the token that is known already
 
 
 # Flags after which the weights in memory are no longer as large as the files.
@@ -210,6 +121,24 @@ def ram_low(case: Case) -> Iterator[Hit]:
 
 
 @rule(
+    "target-kind",
+    BLOCK,
+    "A DFlash drafter has no embedding and no head of its own: it can serve nobody.",
+    source="https://github.com/sgl-project/sglang/pull/16818",
+)
+def target_kind(case: Case) -> Iterator[Hit]:
+    """The target is no drafter."""
+    for use in uses(case, "model_path"):
+        if DRAFTER in use.model.get("architectures", []):
+            yield Hit(
+                use.thing,
+                f"model_path {use.path} is a {DRAFTER}",
+                "the model that it drafts for",
+                f"Set model_path in {case.where} to the target, and draft_model_path: {use.path}.",
+            )
+
+
+@rule(
     "drafter-kind",
     BLOCK,
     "DFLASH and DDTREE draft with a block drafter; another model cannot answer them.",
@@ -217,14 +146,15 @@ def ram_low(case: Case) -> Iterator[Hit]:
 )
 def drafter_kind(case: Case) -> Iterator[Hit]:
     """The drafter is a DFlashDraftModel."""
-    for at, instance, draft, _ in _pairs(case):
-        if "DFlashDraftModel" not in draft["architectures"]:
+    for thing, instance, draft, _ in _pairs(case):
+        if DRAFTER not in draft["architectures"]:
             found = ", ".join(draft["architectures"]) or "no architecture"
+            same = " and the target itself" if instance["draft_model_path"] == instance["model_path"] else ""
             yield Hit(
-                label(instance, at),
-                f"draft_model_path {instance['draft_model_path']} is {found}",
-                "DFlashDraftModel",
-                f"Set draft_model_path in {case.where} to a DFlash drafter of this target.",
+                thing,
+                f"draft_model_path {instance['draft_model_path']} is {found}{same}",
+                DRAFTER,
+                f"Set draft_model_path in {case.where} to a DFlash drafter of this target; without one, mode: baseline.",
             )
 
 
@@ -235,31 +165,66 @@ def drafter_kind(case: Case) -> Iterator[Hit]:
     source="https://github.com/sgl-project/sglang/pull/16818",
 )
 def drafter_foreign(case: Case) -> Iterator[Hit]:
-    """Vocabulary, width and layers of drafter and target agree, as far as both say them."""
-    for at, instance, draft, target in _pairs(case):
-        for words, mine, theirs in (
-            ("vocabulary", draft["vocab_size"], target["vocab_size"]),
-            ("hidden size", draft["hidden_size"], target["hidden_size"]),
-            ("target layers", draft["num_target_layers"], target["num_layers"]),
-        ):
-            if mine is not None and theirs is not None and mine != theirs:
-                yield Hit(
-                    label(instance, at),
-                    f"{words} {mine} in the drafter",
-                    f"{theirs}, as the target has",
-                    f"Set draft_model_path in {case.where} to the drafter of this target.",
-                )
+    """Vocabulary, width, layers and mask token of drafter and target agree, as far as both say them."""
+    for thing, _, draft, target in _pairs(case):
+        if DRAFTER not in draft["architectures"]:
+            continue
+        vocabulary, layers = target["vocab_size"], target["num_layers"]
+        ids = draft.get("target_layer_ids")
+        ids, mask = ids if isinstance(ids, list) else [], draft.get("mask_token_id")
+        told = [
+            (f"{words} {mine} in the drafter", f"{theirs}, as the target has")
+            for words, mine, theirs in (
+                ("vocabulary", draft["vocab_size"], vocabulary),
+                ("hidden size", draft["hidden_size"], target["hidden_size"]),
+                ("target layers", draft["num_target_layers"], layers),
+            )
+            if mine is not None and theirs is not None and mine != theirs
+        ]
+        if not told and whole(layers) and any(whole(one) and not 0 <= one < layers for one in ids):
+            told = [(f"target_layer_ids {ids} in the drafter", f"layers 0 to {layers - 1}, as the target has")]
+        if not told and whole(vocabulary) and whole(mask) and mask >= vocabulary:
+            told = [(f"mask token {mask} in the drafter", f"one of the target's {vocabulary} tokens")]
+        for observed, expected in told:
+            fix = f"Set draft_model_path in {case.where} to the drafter of this target; without one, mode: baseline."
+            yield Hit(thing, observed, expected, fix)
 
 
-def _pairs(case: Case) -> Iterator[tuple[int, Map, Map, Map]]:
-    """Instances that draft and whose two configurations could be read: (position, instance, drafter, target)."""
-    for at, instance in enumerate(case.instances):
-        draft, target = case.model(instance.get("draft_model_path")), case.model(instance.get("model_path"))
-        if (
-            instance.get("mode") != "baseline"
-            and draft
-            and target
-            and "architectures" in draft
-            and "architectures" in target
-        ):
-            yield at, instance, draft, target
+@rule(
+    "drafter-malformed",
+    BLOCK,
+    "The engine reads these keys of the drafter's config.json and ends at its start over a wrong one.",
+    source="https://github.com/sgl-project/sglang/pull/16818",
+)
+def drafter_malformed(case: Case) -> Iterator[Hit]:
+    """Block size, layers and mask token of a drafter's config are what the engine takes, where they are given."""
+    for use in uses(case, "draft_model_path"):
+        if DRAFTER not in use.model.get("architectures", []):
+            continue
+        block, ids, mask = (use.model.get(key) for key in ("block_size", "target_layer_ids", "mask_token_id"))
+        told = []
+        if block is not None and not (whole(block) and block >= MIN_BLOCK):
+            told.append((f"block_size {shown(block)}", f"a whole number of {MIN_BLOCK} or more"))
+        if ids is not None and not (isinstance(ids, list) and ids and all(whole(one) for one in ids)):
+            told.append((f"target_layer_ids {shown(ids)}", "a list of layers of the target"))
+        if mask is not None and not (whole(mask) and mask >= 0):
+            told.append((f"mask_token_id {shown(mask)}", "the number of a token"))
+        for observed, expected in told:
+            yield Hit(
+                use.thing,
+                f"{observed} in {use.path}/config.json",
+                expected,
+                f"Copy the drafter's own file again: `{copy(case, use.path, ['config.json'])}`, with FOLDER where it lies.",
+            )
+
+
+def _pairs(case: Case) -> Iterator[tuple[str, Map, Map, Map]]:
+    """Every drafter and target whose configurations could be read, once: (instances, the first of them, drafter, target)."""
+    told = set()
+    for use in uses(case, "draft_model_path"):
+        for _, instance in use.instances:
+            target, pair = case.model(instance.get("model_path")), (use.path, instance.get("model_path"))
+            if target and "architectures" in target and "architectures" in use.model and pair not in told:
+                told.add(pair)
+                mine = [one for one in use.instances if one[1].get("model_path") == pair[1]]
+                yield use._replace(instances=mine).thing, instance, use.model, target
