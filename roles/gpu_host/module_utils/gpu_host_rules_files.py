@@ -40,16 +40,21 @@ class Use(NamedTuple):
         return f"{first} and {len(self.instances) - 1} more" if len(self.instances) > 1 else first
 
 
-def uses(case: Case, *keys: str) -> Iterator[Use]:
-    """Folders that were looked at; drafters only where a mode drafts."""
+def named(case: Case, *keys: str) -> Iterator[Use]:
+    """Absolute paths of models as instances name them, drafters only where a mode drafts; looked at or not."""
     found: dict[tuple[str, str], Use] = {}
     for key in keys or KEYS:
         for at, instance in enumerate(case.instances):
             path = instance.get(key)
-            model = case.model(path)
-            if model is not None and (key == "model_path" or instance.get("mode") != "baseline"):
-                found.setdefault((str(path), key), Use(str(path), key, [], model)).instances.append((at, instance))
+            if isinstance(path, str) and (key == "model_path" or instance.get("mode") != "baseline"):
+                use = found.setdefault((path, key), Use(path, key, [], case.model(path) or {}))
+                use.instances.append((at, instance))
     yield from found.values()
+
+
+def uses(case: Case, *keys: str) -> Iterator[Use]:
+    """Those that were looked at."""
+    return (use for use in named(case, *keys) if use.model)
 
 
 def once(case: Case) -> Iterator[Use]:
@@ -133,24 +138,20 @@ def model_path_bad(case: Case) -> Iterator[Hit]:
 )
 def path_hidden(case: Case) -> Iterator[Hit]:
     """Models lie where a hardened unit can read them, links followed."""
-    for at, instance in enumerate(case.instances):
-        for key in KEYS:
-            path = instance.get(key)
-            if not isinstance(path, str):
-                continue
-            found = hidden(path, case.model(path) or {})
-            if found:
-                # Hugging Face's cache holds links, which lead nowhere once they are moved.
-                cached = re.search(r"/models--([^/]+)/snapshots/", path)
-                to = f"/srv/models/{cached.group(1) if cached else path.rstrip('/').rpartition('/')[2]}"
-                verb = "cp -rLT" if cached or found != path else "mv"
-                yield Hit(
-                    label(instance, at),
-                    f"{key} {path}" + ("" if found == path else f", whose files lie in {found}"),
-                    "a folder outside of home folders and /tmp, such as /srv/models",
-                    f"On the host: `mkdir -p /srv/models && {verb} {shlex.quote(path)} {shlex.quote(to)}`; "
-                    f"then set {key}: {to} in {case.where}.",
-                )
+    for use in named(case):
+        found = hidden(use.path, use.model)
+        if found:
+            # Hugging Face's cache holds links, which lead nowhere once they are moved.
+            cached = re.search(r"/models--([^/]+)/snapshots/", use.path)
+            to = f"/srv/models/{cached.group(1) if cached else use.path.rstrip('/').rpartition('/')[2]}"
+            verb = "cp -rLT" if cached or found != use.path else "mv"
+            yield Hit(
+                use.thing,
+                f"{use.key} {use.path}" + ("" if found == use.path else f", whose files lie in {found}"),
+                "a folder outside of home folders and /tmp, such as /srv/models",
+                f"On the host: `mkdir -p /srv/models && {verb} {shlex.quote(use.path)} {shlex.quote(to)}`; "
+                f"then set {use.key}: {to} in {case.where}.",
+            )
 
 
 @rule(

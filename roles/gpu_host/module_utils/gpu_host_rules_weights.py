@@ -101,28 +101,32 @@ def _opened(barred: list[Map]) -> str:
 )
 def tokenizer_missing(case: Case) -> Iterator[Hit]:
     """The target's folder, or the one that tokenizer-path names, holds a tokenizer that is whole."""
-    told = set()
+    for use in _tokenizers(case):
+        found = use.model.get("tokenizer", {"found": use.model["exists"], "broken": []})
+        broken = found["broken"]
+        if broken:
+            fix = _refetched(case, use, broken)
+            yield Hit(use.thing, f"{use.key} {use.path}: {_broken(broken)}", "a whole tokenizer", fix)
+        elif not found["found"]:
+            yield Hit(
+                use.thing,
+                f"{use.key} {use.path}: no tokenizer",
+                "tokenizer.json, tokenizer.model, or vocab.json with merges.txt",
+                f"Copy it from where the model comes from: `{copy(case, use.path, ['tokenizer*'])}` (or its vocab.json and "
+                f"merges.txt); or name a folder that has it as tokenizer-path under args in {case.where}.",
+            )
+
+
+def _tokenizers(case: Case) -> Iterator[Use]:
+    """Folders from which engines read tokenizers; none that is no model, which is told already."""
+    found: dict[tuple[str, str], Use] = {}
     for at, instance in enumerate(case.instances):
         args = args_of(instance)
         own = args.get("tokenizer-path")
         key, path = ("tokenizer-path", own) if own else ("model_path", instance.get("model_path"))
         model = case.model(path)
-        if args.get("skip-tokenizer-init") or not model or path in told or model["error"]:
+        if args.get("skip-tokenizer-init") or not model or model["error"]:
             continue
-        if not own and (not model["exists"] or model.get("instead") or DRAFTER in model.get("architectures", [])):
-            continue  # no model, which is told already
-        told.add(path)
-        use = Use(str(path), key, [(at, instance)], model)
-        found = model.get("tokenizer", {"found": model["exists"], "broken": []})
-        broken = found["broken"]
-        if broken:
-            fix = _refetched(case, use, broken)
-            yield Hit(use.thing, f"{key} {path}: {_broken(broken)}", "a whole tokenizer", fix)
-        elif not found["found"]:
-            yield Hit(
-                use.thing,
-                f"{key} {path}: no tokenizer",
-                "tokenizer.json, tokenizer.model, or vocab.json with merges.txt",
-                f"Copy it from where the model comes from: `{copy(case, str(path), ['tokenizer*'])}` (or its vocab.json and "
-                f"merges.txt); or name a folder that has it as tokenizer-path under args in {case.where}.",
-            )
+        if own or (model["exists"] and not model.get("instead") and DRAFTER not in model.get("architectures", [])):
+            found.setdefault((key, str(path)), Use(str(path), key, [], model)).instances.append((at, instance))
+    yield from found.values()
