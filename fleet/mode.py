@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 from ansible.module_utils import gpu_units_live as units
 
-from fleet import remote
+from fleet import causes, remote
 from fleet.console import Progress, last_lines, run_logged
 from fleet.importer import ROOT
 from fleet.quickstart import PlayView
@@ -156,15 +156,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         target, inventory_mode = choose(args.inventory, args.host, args.instance, args.mode)
         answer = verdict(target, args.instance, args.mode, inventory_mode)
         if answer["mode"] is None:
-            files = "".join(f" -i {file}" for file in args.inventory)
-            answer["message"] = f"nothing was changed; first: ansible-playbook site.yml -l {target.name}{files}"
+            words = ["ansible-playbook", "site.yml", "-l", target.name, *remote.given(args.inventory)]
+            answer["message"] = f"nothing was changed; first: {' '.join(words)}"
         elif args.mode is not None:
             switch(target, args.inventory, answer, Progress(sys.stderr))
     except remote.Misuse as error:
         print(f"mode: {error}", file=sys.stderr)
         return 2
     except remote.Unreachable as error:
-        print(f"mode: {args.host} gave no answer: {error}", file=sys.stderr)
+        print(f"mode: {args.host} gave no answer: {error}; fix: {causes.fix(target, error, args.inventory)}", file=sys.stderr)
         return 1
     print(json.dumps(answer, indent=1) if args.json else text_of(answer))
     return 0 if answer["ok"] else 1

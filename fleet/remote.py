@@ -8,43 +8,26 @@ inventory, the site's own ssh configuration included. Host keys are checked; the
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import difflib
 import functools
+import getpass
 import json
+import os
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fleet import causes, faults, ssh
+from fleet.importer import ROOT
+from fleet.target import Misuse, Target, Unreachable, given
+
+__all__ = ["Misuse", "Target", "Unreachable", "given"]
+
+GROUPS = ("gpu_hosts", "lab")  # the hosts of every play
 START = "#SMOKE\n"  # what comes before it on stdin, a password that sudo did not ask for, is no program
-
-
-class Misuse(Exception):
-    """The call cannot be meant like this; exit code 2."""
-
-
-class Unreachable(Exception):
-    """No answer from a host; the text says why and what to do."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """How one host is reached, and its inventory variables, templated."""
-
-    name: str
-    address: str
-    local: bool = False
-    user: str | None = None
-    port: int | None = None
-    keys: tuple[str, ...] = ()
-    password: str | None = field(default=None, repr=False)
-    ssh_config: str = ""
-    timeout: int = 20
-    become: str | None = None
-    become_password: str | None = field(default=None, repr=False)
-    python: str = "/usr/bin/python3"
-    variables: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 def choosing_hosts(parser: argparse.ArgumentParser) -> None:
@@ -57,44 +40,107 @@ def choosing_hosts(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def asking_password(parser: argparse.ArgumentParser) -> None:
+    """The option of doors that need nobody's password on the way, as `with_password` takes it."""
+    parser.add_argument(
+        "-K", "--ask-become-pass", action="store_true", help="ask for the password of sudo, as ansible-playbook -K does"
+    )
+
+
+def with_password(hosts: Sequence[Target], ask: bool) -> list[Target]:
+    """The hosts, with a password of sudo that is asked for once where `ask` and the inventory has none."""
+    if not ask:
+        return list(hosts)
+    password = getpass.getpass("BECOME password: ")
+    return [
+        host if host.become is None or host.become_password else dataclasses.replace(host, become_password=password)
+        for host in hosts
+    ]
+
+
 # --- inventory ---------------------------------------------------------------------------------------------------
 
 
 def targets(inventory: Sequence[str], limit: str | None, *prefixes: str) -> list[Target]:
     """The hosts of an inventory that a limit names, all without one, with their variables that begin with one of `prefixes`.
 
-    Raises Misuse for an inventory that cannot be read, an unknown host, or none at all.
+    As in the plays, only hosts of GROUPS count. Raises Misuse for an inventory that cannot be read, an unknown host, or none at
+    all, with the file and line where Ansible or YAML know one.
     """
     from ansible import constants as c
     from ansible.errors import AnsibleError
-    from ansible.inventory.manager import InventoryManager, split_host_pattern
+    from ansible.inventory.manager import InventoryManager
     from ansible.parsing.dataloader import DataLoader
-    from ansible.template import Templar
     from ansible.vars.manager import VariableManager
 
     sources = list(inventory) or list(c.DEFAULT_HOST_LIST)
     if missing := [s for s in inventory if "," not in s and not Path(s).exists()]:
         raise Misuse(f"no inventory {missing[0]}; name a file or folder with -i")
-    try:
-        loader = DataLoader()
-        loader.set_vault_secrets(_vault_secrets())
-        manager = InventoryManager(loader=loader, sources=sources)
-        for pattern in split_host_pattern(limit) if limit else []:
-            if not pattern.startswith(("!", "&")) and not manager.list_hosts(pattern):
-                known = ", ".join(sorted(h.name for h in manager.get_hosts())) or "none"
-                raise Misuse(f"no host matches {pattern!r} in {', '.join(sources)}; it has {known}")
-        hosts = manager.get_hosts(limit or "all")
-        variables = VariableManager(loader=loader, inventory=manager)
-        found = []
-        for host in hosts:
-            given = variables.get_vars(host=host)
-            wanted = {k: v for k, v in given.items() if k.startswith(("ansible_", *prefixes))}
-            found.append(target(host.name, Templar(loader=loader, variables=given).template(wanted), c))
-    except AnsibleError as error:
-        raise Misuse(f"the inventory cannot be used: {error}") from error
+    sources = [source if "," in source else str(Path(source).absolute()) for source in sources]  # as Ansible does
+    loader = DataLoader()
+    loader.set_basedir(str(ROOT))  # variables beside site.yml count for its plays
+    loader.set_vault_secrets(_vault_secrets())
+    with faults.collected() as told:
+        try:
+            manager = InventoryManager(loader=loader, sources=sources)
+            hosts = _chosen(manager, sources, limit, told.warnings)
+            variables = VariableManager(loader=loader, inventory=manager)
+            named = [(host.name, variables.get_vars(host=host)) for host in hosts]
+        except AnsibleError as error:
+            reason = faults.in_files(sources) or "; ".join([faults.text(error), *told.errors[-1:]])
+            raise Misuse(f"the inventory cannot be used: {reason}") from error
+    return [_templated(name, values, loader, prefixes) for name, values in named]
+
+
+def _chosen(manager: Any, sources: Sequence[str], limit: str | None, warnings: Sequence[str]) -> list[Any]:
+    """Hosts that a limit names and the plays are for. Raises Misuse where none is left."""
+    from ansible.inventory.manager import split_host_pattern
+
+    everyone = sorted(host.name for host in manager.get_hosts())
+    where = ", ".join(source if "," in source else near(source) for source in sources)
+    if not everyone:
+        raise Misuse("; ".join([f"no host in {where}", *warnings]))
+    for pattern in split_host_pattern(limit) if limit else []:
+        if not pattern.startswith(("!", "&")) and not manager.list_hosts(pattern):
+            likely = sorted(difflib.get_close_matches(pattern, everyone, 3)) or everyone
+            known = ", ".join(likely[:30]) + (f" and {len(likely) - 30} more" if len(likely) > 30 else "")
+            raise Misuse(f"no host matches {pattern!r} in {where}; it has {known}")
+    chosen = manager.get_hosts(limit or "all")
+    played = {host.name for group in GROUPS if group in manager.groups for host in manager.groups[group].get_hosts()}
+    found = [host for host in chosen if host.name in played]
+    if not chosen:
+        raise Misuse(f"-l {limit} leaves no host of {where}; it has {', '.join(everyone[:30])}")
     if not found:
-        raise Misuse(f"no host in {', '.join(sources)}")
+        names = [host.name for host in chosen]
+        line = faults.line_of(names[0], sources) or where
+        raise Misuse(
+            f"no play is for {', '.join(names[:10])} ({line}): in none of the groups {' and '.join(GROUPS)}; write it under "
+            f"gpu_hosts, as in `gpu_hosts: {{hosts: {{{names[0]}: }}}}`"
+        )
     return found
+
+
+def _templated(name: str, given: Mapping[str, Any], loader: Any, prefixes: Sequence[str]) -> Target:
+    """A host with its variables, each templated for itself, so that a fault names the variable."""
+    from ansible import constants as c
+    from ansible.errors import AnsibleError
+    from ansible.template import Templar
+
+    templar = Templar(loader=loader, variables=given)
+    wanted = {}
+    for key, value in given.items():
+        if key.startswith(("ansible_", *prefixes)) or key == "inventory_dir":
+            try:
+                wanted[key] = templar.template(value)
+            except AnsibleError as error:
+                raise Misuse(f"{name}: variable {key} cannot be used: {faults.text(error)}") from error
+    return dataclasses.replace(target(name, wanted, c), written=given)
+
+
+def near(path: str | Path) -> str:
+    """A path as a person here would write it."""
+    short = os.path.relpath(path)
+    return str(path) if short.startswith("..") else short
 
 
 @functools.cache
@@ -113,35 +159,46 @@ def target(name: str, given: Mapping[str, Any], defaults: Any) -> Target:
     def first(*names: str) -> Any:
         return next((given[n] for n in names if given.get(n) not in (None, "")), None)
 
+    folder = given.get("inventory_dir")
+    where = near(Path(str(folder)) / "host_vars" / f"{name}.yml") if folder else "its host_vars"
     port = first("ansible_port", "ansible_ssh_port") or defaults.DEFAULT_REMOTE_PORT
+    if port is not None and not (str(port).isdigit() and 0 < int(port) < 65536):
+        place = faults.place(port) or where
+        raise Misuse(f"{name}: ansible_port is {port!r}, expected a number from 1 to 65535 ({place})")
     key = first("ansible_ssh_private_key_file", "ansible_private_key_file") or defaults.DEFAULT_PRIVATE_KEY_FILE
     user = first("ansible_user", "ansible_ssh_user") or defaults.DEFAULT_REMOTE_USER
     become = first("ansible_become")
     if become is None:
-        become = defaults.DEFAULT_BECOME
+        become = True  # as every play says
     method = first("ansible_become_method") or defaults.DEFAULT_BECOME_METHOD
     if _true(become) and str(method) != "sudo":
         raise Misuse(
-            f"{name}: become method {method} is not supported here, only sudo; use the play: site.yml --tags smoke"
+            f"{name}: become method {method} is not supported here, only sudo; set ansible_become_method: sudo in {where}, or "
+            f"use the plays: `ansible-playbook playbooks/preflight.yml -l {name}`, playbooks/smoke.yml"
         )
-    words = [
-        str(w) for n in ("ansible_ssh_args", "ansible_ssh_common_args", "ansible_ssh_extra_args") if (w := first(n))
-    ]
+    becoming = str(first("ansible_become_user") or defaults.DEFAULT_BECOME_USER) if _true(become) else None
+    local = str(first("ansible_connection") or "") in ("local", "ansible.builtin.local")
+    if becoming == (getpass.getuser() if local else user):
+        becoming = None  # Ansible does not call sudo for it either
+    names = ("ansible_ssh_args", "ansible_ssh_common_args", "ansible_ssh_extra_args")
+    words = shlex.split(" ".join(str(w) for n in names if (w := first(n))))
     python = first("ansible_python_interpreter") or defaults.config.get_config_value("INTERPRETER_PYTHON")
     address = str(first("ansible_host", "ansible_ssh_host") or name)
     return Target(
         name=name,
         address=address,
-        local=str(first("ansible_connection") or "") in ("local", "ansible.builtin.local"),
+        local=local,
         user=None if user is None else str(user),
         port=None if port is None else int(port),
         keys=() if key is None else (str(Path(str(key)).expanduser()),),
         password=_text(first("ansible_password", "ansible_ssh_password", "ansible_ssh_pass")),
-        ssh_config=ssh_config(address, shlex.split(" ".join(words))),
+        ssh_config=ssh.config(address, words),
+        ssh_words=ssh.shown(words),
         timeout=int(defaults.DEFAULT_TIMEOUT),
-        become=str(first("ansible_become_user") or defaults.DEFAULT_BECOME_USER) if _true(become) else None,
+        become=becoming,
         become_password=_text(first("ansible_become_password", "ansible_become_pass")),
         python=str(python) if str(python).startswith("/") else "/usr/bin/python3",
+        where=where,
         variables=dict(given),
     )
 
@@ -154,42 +211,19 @@ def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def ssh_config(host: str, words: Sequence[str]) -> str:
-    """Words of an ssh command line as the text of an ssh configuration; the caller's own file follows unless -F is given.
-
-    As with ssh itself, they hold for the host and not for a jump host on the way.
-    """
-    lines, files = [], [Path("~/.ssh/config").expanduser(), Path("/etc/ssh/ssh_config")]
-    short = {"-i": "IdentityFile", "-p": "Port", "-l": "User", "-J": "ProxyJump"}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        flag, value = word[:2], word[2:]
-        if flag in ("-o", "-F", *short) and not value:
-            if not rest:
-                raise Misuse(f"ssh option {flag} of the inventory has no value")
-            value = rest.pop(0)
-        if flag == "-o":
-            name, _, setting = value.replace(" ", "=", 1).partition("=") if "=" not in value else value.partition("=")
-            lines.append(f"  {name.strip()} {setting.strip()}")
-        elif flag == "-F":
-            files = [] if value in ("none", "/dev/null") else [Path(value).expanduser()]
-        elif flag in short:
-            lines.append(f"  {short[flag]} {value}")
-        # other flags (-C, -q, -4 ..) change neither whom we talk to nor whom we trust
-    own = "\n".join(path.read_text(encoding="utf-8") for path in files if path.is_file())
-    return "\n".join([f"Host {host}", *lines, "Host *", own, ""])
+# --- program ----------------------------------------------------------------------------------------------------
 
 
-# --- connection --------------------------------------------------------------------------------------------------
-
-
-def run_python(target: Target, program: str, limit: float) -> str:
+def run_python(target: Target, program: str, limit: float, least: tuple[int, int] = (3, 11)) -> str:
     """Run a program on a host, fed by stdin so that nothing is installed there; what it printed.
 
-    Raises Unreachable when the host cannot be reached, the program fails, or `limit` seconds pass.
+    least: the oldest Python that the program runs on. Raises Unreachable when the host cannot be reached, the program fails, or
+    `limit` seconds pass.
     """
-    loader = f"import sys; exec(sys.stdin.buffer.read().split({START.encode()!r}, 1)[1])"
+    loader = (
+        f"import sys; sys.version_info >= {least} or sys.exit({causes.OLD_PYTHON!r} + sys.version.split()[0]); "
+        f"exec(sys.stdin.buffer.read().split({START.encode()!r}, 1)[1])"
+    )
     words = [target.python, "-I", "-c", loader]
     stdin = START + program
     if target.become is not None:
@@ -197,98 +231,24 @@ def run_python(target: Target, program: str, limit: float) -> str:
         words = ["sudo", *flags, "-H", "-u", target.become, "--", *words]
         stdin = stdin if target.become_password is None else f"{target.become_password}\n{stdin}"
     if target.local:
-        code, out, err = _local(words, stdin, limit)
+        code, out, err = _local(target, words, stdin, limit)
     else:
-        code, out, err = _ssh(target, shlex.join(words), stdin, limit)
+        code, out, err = ssh.run(target, shlex.join(words), stdin, limit)
     if code:
-        last = err.strip().splitlines()[-1:] or [f"the program ended with {code}"]
-        raise Unreachable(last[0])
+        raise causes.ended(target, code, out, err, least)
     return out
 
 
-def _local(words: Sequence[str], stdin: str, limit: float) -> tuple[int, str, str]:
+def _local(target: Target, words: Sequence[str], stdin: str, limit: float) -> tuple[int, str, str]:
     try:
         done = subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=limit, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except FileNotFoundError as error:
+        return 127, "", f"{words[0]}: No such file or directory ({error.strerror})"
+    except subprocess.TimeoutExpired:
+        raise causes.slow(target, limit) from None
+    except OSError as error:
         raise Unreachable(str(error)) from error
     return done.returncode, done.stdout, done.stderr
-
-
-def _ssh(target: Target, command: str, stdin: str, limit: float) -> tuple[int, str, str]:
-    from paramiko import SSHException
-    from paramiko.ssh_exception import AuthenticationException, BadHostKeyException, NoValidConnectionsError
-
-    with connection(target) as link:
-        try:
-            link.open()
-            to, out, err = link.client.exec_command(command, timeout=limit)
-            to.write(stdin)
-            to.flush()
-            to.channel.shutdown_write()
-            text, errors = out.read().decode(errors="replace"), err.read().decode(errors="replace")
-            return out.channel.recv_exit_status(), text, errors
-        except BadHostKeyException as error:
-            raise Unreachable(
-                f"its host key is not the known one ({error}); compare it on the host's console"
-            ) from error
-        except AuthenticationException as error:
-            raise Unreachable(f"user {link.user} is refused ({error}); check ansible_user and its key") from error
-        except NoValidConnectionsError as error:
-            raise Unreachable(f"{error}; is the host up, is sshd running?") from error
-        except TimeoutError as error:
-            raise Unreachable(
-                f"no answer from {target.address}: {error or f'timed out after {limit:.0f} s'}"
-            ) from error
-        except (SSHException, OSError, EOFError) as error:
-            raise Unreachable(f"{error or type(error).__name__}") from error
-
-
-def connection(target: Target) -> Any:
-    """A Fabric connection that trusts known host keys only, its jump hosts included."""
-    import fabric
-    from paramiko import SSHConfig
-
-    options = SSHConfig.from_text(target.ssh_config)
-    config = fabric.Config(ssh_config=options)
-    connect: dict[str, Any] = {}
-    if options.lookup(target.address).get("identitiesonly") == "yes":
-        connect |= {"allow_agent": False, "look_for_keys": False}
-    if target.keys:
-        connect["key_filename"] = list(target.keys)
-    if target.password is not None:
-        connect["password"] = target.password
-    link = fabric.Connection(
-        target.address,
-        user=target.user,
-        port=target.port,
-        config=config,
-        connect_timeout=target.timeout,
-        connect_kwargs=connect,
-    )
-    hop = link
-    while isinstance(hop, fabric.Connection):
-        _trust(hop)
-        hop = hop.gateway
-    return link
-
-
-def _trust(link: Any) -> None:
-    """Fabric takes any host key as it comes; here unknown ones are refused unless the site's ssh options say otherwise."""
-    import paramiko
-
-    options = link.ssh_config
-    strict = str(options.get("stricthostkeychecking", "ask")).lower()
-    policy = {"no": paramiko.WarningPolicy, "off": paramiko.WarningPolicy, "accept-new": paramiko.AutoAddPolicy}
-    link.client.set_missing_host_key_policy(policy.get(strict, paramiko.RejectPolicy)())
-    files = []
-    for option, usual in (
-        ("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2"),
-        ("globalknownhostsfile", "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"),
-    ):
-        files += shlex.split(str(options.get(option, usual)))
-    for name in files:
-        if (path := Path(name).expanduser()).is_file():
-            link.client.load_system_host_keys(str(path))
 
 
 def module_program(sources: Mapping[str, str], entry: str, payload: Mapping[str, Any]) -> str:

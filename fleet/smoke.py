@@ -26,7 +26,7 @@ import yaml
 from ansible.module_utils import smoke_judge as judge
 from ansible.module_utils import smoke_run as run
 
-from fleet import remote
+from fleet import causes, remote
 
 ROLE = Path(__file__).resolve().parent.parent / "roles" / "smoke"
 SOURCES = (
@@ -55,15 +55,22 @@ def settings(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix("smoke_"): variables.get(name, value) for name, value in defaults.items()}
 
 
-def program(target: remote.Target, known: Mapping[str, Any], mode: str | None, instance: str | None) -> str:
+def program(
+    target: remote.Target,
+    known: Mapping[str, Any],
+    mode: str | None,
+    instance: str | None,
+    inventory: Sequence[str] = (),
+) -> str:
     """The probe of one host, as the text of a program."""
     sources = {name: (ROLE / "module_utils" / f"{name}.py").read_text(encoding="utf-8") for name in SOURCES}
-    chosen = {**settings(target.variables), "host": target.name, "mode": mode, "instance": instance}
+    site = " ".join(["ansible-playbook site.yml -l", target.name, *remote.given(inventory)])
+    chosen = {**settings(target.variables), "host": target.name, "site": site, "mode": mode, "instance": instance}
     payload = {"hooks": known, "prompts": prompts(), "settings": chosen}
     return remote.module_program(sources, "smoke_run", payload)
 
 
-def probe(target: remote.Target, text: str, limit: float) -> Verdict:
+def probe(target: remote.Target, text: str, limit: float, inventory: Sequence[str] = ()) -> Verdict:
     """The verdict of one host; a host that gives none gets one that says so."""
     started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     try:
@@ -73,16 +80,20 @@ def probe(target: remote.Target, text: str, limit: float) -> Verdict:
             raise remote.Unreachable("the probe printed no verdict")
         return dict(json.loads(line.removeprefix(run.MARK)))
     except remote.Unreachable as error:
-        failed = judge.check(
-            "host.reachable",
-            False,
-            str(error),
-            "a verdict over SSH",
-            "a host that does not answer is not proven",
-            f"try `ansible {target.name} -m ansible.builtin.ping` with the same inventory",
-        )
+        told, step, why = str(error), causes.fix(target, error, inventory), "a host that does not answer is not proven"
+        if told.startswith("smoke: "):  # the probe itself says what it lacks and how to mend it
+            told, _, step = told.rpartition("; ")
+        failed = judge.check("host.reachable", False, told, error.expected, why, step)
         seconds = time.monotonic() - clock
         return dict(judge.verdict(target.name, None, [failed], [], started, seconds))
+
+
+def none_of(verdicts: Sequence[Verdict], mode: str | None, instance: str | None) -> str:
+    """That no host has such an instance, and which they have."""
+    what = [f"named {instance}"] if instance else []
+    what += [f"in mode {mode}"] if mode else []
+    had = ((v["host"], ", ".join(f"{name} ({one})" for name, one in v.get("deployed", {}).items())) for v in verdicts)
+    return f"no instance {' and '.join(what)}; " + "; ".join(f"{host} has {names or 'none'}" for host, names in had)
 
 
 # --- text --------------------------------------------------------------------------------------------------------
@@ -137,6 +148,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "mode", nargs="?", metavar="MODE", help="only instances in this mode: %(metavar)s of docs/architecture.md"
     )
     remote.choosing_hosts(parser)
+    remote.asking_password(parser)
     parser.add_argument("--instance", metavar="NAME", help="only the instance of this name")
     parser.add_argument("--json", action="store_true", help="print the verdicts as a JSON list")
     parser.add_argument(
@@ -152,19 +164,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.mode is not None and args.mode not in known["modes"]:
             raise remote.Misuse(f"unknown mode {args.mode!r}; known: {', '.join(known['modes'])}")
         hosts = remote.targets(args.inventory, args.limit, "smoke_")
-        programs = [program(host, known, args.mode, args.instance) for host in hosts]
+        hosts = remote.with_password(hosts, args.ask_become_pass)
+        programs = [program(host, known, args.mode, args.instance, args.inventory) for host in hosts]
         print(f"smoke: probing {', '.join(h.name for h in hosts)}", file=sys.stderr)
         with ThreadPoolExecutor(max_workers=min(64, len(hosts))) as pool:
-            verdicts = list(pool.map(lambda h, p: probe(h, p, args.timeout), hosts, programs))
+            verdicts = list(pool.map(lambda h, p: probe(h, p, args.timeout, args.inventory), hosts, programs))
         asked = [v for v in verdicts if v["checks"]]
         if not asked:
-            what = " ".join(
-                filter(
-                    None,
-                    [f"in mode {args.mode}" if args.mode else "", f"named {args.instance}" if args.instance else ""],
-                )
-            )
-            raise remote.Misuse(f"no instance {what} on {', '.join(v['host'] for v in verdicts)}")
+            raise remote.Misuse(none_of(verdicts, args.mode, args.instance))
     except remote.Misuse as error:
         print(f"smoke: {error}", file=sys.stderr)
         return 2

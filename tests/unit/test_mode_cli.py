@@ -13,7 +13,7 @@ from ansible.module_utils import gpu_units_live as units
 from fleet import mode, remote
 
 HOSTS = """
-all:
+gpu_hosts:
   hosts:
     ct200:
       ansible_host: 192.0.2.200
@@ -95,11 +95,11 @@ def test_a_host_that_gives_no_answer(
     inventory: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def silent(target: remote.Target, limit: float = 60.0) -> dict[str, Any]:
-        raise remote.Unreachable("no route")
+        raise remote.Unreachable("no route", "`this` helps.")
 
     monkeypatch.setattr(mode, "live", silent)
     assert mode.main(["ct200", "gpu0", "dflash", "-i", inventory]) == 1
-    assert capsys.readouterr().err == "mode: ct200 gave no answer: no route\n"
+    assert capsys.readouterr().err == "mode: ct200 gave no answer: no route; fix: `this` helps.\n"
 
 
 @pytest.mark.parametrize(

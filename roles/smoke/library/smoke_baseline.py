@@ -27,6 +27,9 @@ options:
   release:
     description: The release that has just been deployed; any other one in the current deployment is an error.
     type: str
+  site:
+    description: The command that deploys this host, for messages; by default that with the inventory of ansible.cfg.
+    type: str
   tokens:
     description: Tokens recorded of every prompt.
     type: int
@@ -85,6 +88,7 @@ ARGUMENTS = {
     "hooks": {"type": "dict", "required": True},
     "prompts": {"type": "list", "elements": "dict", "required": True},
     "release": {"type": "str"},
+    "site": {"type": "str"},
     "tokens": {"type": "int", "default": 24},
     "requests": {"type": "int", "default": 16},
     "start_timeout": {"type": "float", "default": 1800},
@@ -105,7 +109,7 @@ def main() -> None:
             if not module.check_mode:
                 raise sh.SmokeError(
                     f"{host.state}/deployments/current.json has release {current}, expected {wanted or 'any'}; "
-                    f"run site.yml with --tags activate"
+                    f"run `{{site}} --tags activate`"
                 )
             after = "baseline of the new deployment\n"
             module.exit_json(changed=True, recorded=[], present=[], diff={"before": "", "after": after})
@@ -126,7 +130,7 @@ def main() -> None:
                 jobs = {k: pool.submit(recordings.record_unit, host, k, e, prompts, params) for k, e in todo.items()}
             made = {k: job.result() for k, job in jobs.items()}
     except (sh.SmokeError, ValueError) as error:
-        module.fail_json(msg=str(error))
+        module.fail_json(msg=str(error).replace("{site}", params["site"] or "ansible-playbook site.yml"))
     for row in rows:
         done = made.get(row["key"])
         if done:

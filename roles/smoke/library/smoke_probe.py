@@ -26,6 +26,9 @@ options:
     description: Name of the host in the verdict.
     type: str
     required: true
+  site:
+    description: The command that deploys this host, for messages; by default that with the inventory of ansible.cfg.
+    type: str
   mode:
     description: Probe only instances in this mode.
     type: str
@@ -140,6 +143,7 @@ ARGUMENTS = {
     "hooks": {"type": "dict", "required": True},
     "prompts": {"type": "list", "elements": "dict", "required": True},
     "host": {"type": "str", "required": True},
+    "site": {"type": "str"},
     "mode": {"type": "str"},
     "instance": {"type": "str"},
     "requests": {"type": "int", "default": 16},
@@ -165,7 +169,7 @@ def main() -> None:
             module.exit_json(changed=False, ok=True, predicted=said, failures=[])
         verdict = run.probe(host, params["hooks"], params["prompts"], {**params, "write": not module.check_mode})
     except (sh.SmokeError, ValueError) as error:
-        module.fail_json(msg=f"{params['host']}: {error}")
+        module.fail_json(msg=f"{params['host']}: {error}".replace("{site}", run.site_of(params)))
     if module.check_mode:  # what is there now may be what the run would put right
         for line in judge.failures(verdict):
             module.warn(f"before the change: {line}")

@@ -15,7 +15,8 @@ from typing import Any
 from ansible.module_utils import smoke_judge as judge
 
 FIX_REPORT = (
-    "ask /server_info of the instance by hand and read the unit's journal; a new engine may name it differently"
+    "`systemctl restart {unit}` on the host: its key or its flags are newer than the engine; without a file of the instance "
+    "`{site} --tags activate`"
 )
 
 

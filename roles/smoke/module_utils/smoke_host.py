@@ -43,7 +43,9 @@ class SmokeError(Exception):
 def require_root() -> None:
     """Raises SmokeError for any other user: what it reads (units, journal, keys) is root's."""
     if os.geteuid() != 0:
-        raise SmokeError(f"this needs root on the host, not uid {os.geteuid()}; set ansible_become: true for it")
+        raise SmokeError(
+            f"this needs root on the host, not uid {os.geteuid()}; set ansible_become: true in its host_vars"
+        )
 
 
 class Host:
@@ -67,9 +69,7 @@ class Host:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SmokeError(
-                f"{path} cannot be used ({error!r}); run site.yml with --tags activate to write it anew"
-            ) from error
+            raise SmokeError(f"{path} cannot be used ({error!r}); `{{site}} --tags activate` writes it anew") from error
         return dict(current)
 
     def unit(self, unit: str) -> dict[str, str]:
@@ -142,7 +142,9 @@ class Host:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise SmokeError(f"the file of instance {name} cannot be read ({error}); run the smoke as root") from error
+            raise SmokeError(
+                f"the file of instance {name} cannot be read ({error}); set ansible_become: true in its host_vars"
+            ) from error
 
     def matrix_rows(self, release: str) -> list[dict[str, Any]]:
         """Rows of the matrix of backends that a release was built for; [] for one without."""
@@ -152,7 +154,7 @@ class Host:
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError) as error:
-            raise SmokeError(f"{path} cannot be used ({error!r}); build the release again with site.yml") from error
+            raise SmokeError(f"{path} cannot be used ({error!r}); `{{site}}` builds the release again") from error
 
     def api_key(self, path: str | None) -> str | None:
         if not path:
@@ -160,7 +162,9 @@ class Host:
         try:
             return Path(path).read_text(encoding="utf-8").strip()
         except OSError as error:
-            raise SmokeError(f"the API key cannot be read ({error}); run the smoke as root or with become") from error
+            raise SmokeError(
+                f"the API key cannot be read ({error}); set ansible_become: true in its host_vars"
+            ) from error
 
 
 def _run(*command: str) -> str:
@@ -181,7 +185,9 @@ def _journal(*matches: str) -> Iterator[str]:
             yield _message(json.loads(raw).get("MESSAGE"))
         error = stderr.read().decode(errors="replace").strip()
         if process.wait():
-            raise SmokeError(f"journalctl failed: {error or process.returncode}; run the smoke as root or with become")
+            raise SmokeError(
+                f"journalctl failed: {error or process.returncode}; set ansible_become: true in its host_vars"
+            )
 
 
 def _message(value: Any) -> str:

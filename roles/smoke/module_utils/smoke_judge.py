@@ -179,7 +179,7 @@ def judge_answers(answers: Sequence[Mapping[str, Any]], tokens: int, instance: s
         observed,
         f"at least {least} requests, each with {tokens} tokens",
         "one request proves nothing; a request that fails or stops early is a broken path",
-        "read the unit's journal for the traceback of the failed request",
+        "read `journalctl -u {unit} -e` on the host for the traceback of the failed request",
         instance,
     )
 
@@ -227,7 +227,7 @@ def judge_output(
                 observed,
                 f"all {len(mine)} equal to {reference}, {rule}",
                 "speculation may change the speed, never the text",
-                "do not serve this: roll back, and report the prompt and position with the release id",
+                "do not serve this: `{site} --tags rollback`, and report the prompt and position with the release id",
                 instance,
             )
         )
@@ -281,7 +281,7 @@ def judge_accepted(answers: Sequence[Mapping[str, Any]], instance: str, least: i
         observed,
         f"at least {least} over all requests",
         "a drafter whose drafts are never taken costs time and gives nothing",
-        "check that the drafter was trained for this target, and its revision; see the acceptance in the journal",
+        "name the drafter of this target, in its revision, as draft_model_path, then `{site} --tags activate`",
         instance,
     )
 

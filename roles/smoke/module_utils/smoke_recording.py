@@ -105,7 +105,7 @@ def load(host: sh.Host, ident: str) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise sh.SmokeError(
-            f"{path} cannot be used ({error!r}); remove it and run site.yml --tags activate,smoke"
+            f"{path} cannot be used ({error!r}); remove it on the host, then `{{site}} --tags activate,smoke`"
         ) from error
     return dict(recording)
 

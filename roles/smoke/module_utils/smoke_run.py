@@ -49,11 +49,11 @@ def probe(
             "no deployment" if deployment is None else "a deployment without instances",
             f"{host.state}/deployments/current.json with at least one instance",
             "there is nothing to prove on this host",
-            f"run site.yml -l {name}",
+            "`{site}`",
         )
         release = None if deployment is None else deployment["release"]
         empty: dict[str, Any] = judge.verdict(name, release, [nothing], [], started, time.monotonic() - clock)
-        return empty
+        return {**_filled(empty, [], settings), "deployed": {}}
     chosen = choose(deployment, settings.get("mode"), settings.get("instance"))
     earlier = _evidence(host)
     with ThreadPoolExecutor(max_workers=max(1, len(chosen))) as pool:
@@ -64,9 +64,30 @@ def probe(
     result: dict[str, Any] = judge.verdict(
         name, deployment["release"], checks, [s for _, s in done], started, time.monotonic() - clock
     )
+    result = {
+        **_filled(result, deployment["instances"], settings),
+        "deployed": {i["name"]: i["mode"] for i in deployment["instances"]},
+    }
     if chosen and len(chosen) == len(deployment["instances"]) and settings.get("write", True):
         sh.write_json(host.state / "verdicts" / "smoke.json", result)
     return result
+
+
+def site_of(settings: Mapping[str, Any]) -> str:
+    """The command that deploys this host; the door knows the inventory, else the one of ansible.cfg is meant."""
+    return str(settings.get("site") or f"ansible-playbook site.yml -l {settings.get('host') or socket.gethostname()}")
+
+
+def _filled(
+    verdict: dict[str, Any], instances: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The verdict with fixes that run as they stand: {site}, {unit} and {name} are this host's and the instance's."""
+    units = {i["name"]: str(i["unit"]) for i in instances}
+    for one in verdict["checks"]:
+        name = one["instance"] or ""
+        for mark, word in (("{site}", site_of(settings)), ("{unit}", units.get(name, "")), ("{name}", name)):
+            one["fix"] = one["fix"].replace(mark, word)
+    return verdict
 
 
 def _evidence(host: sh.Host) -> dict[str, dict[str, Any]]:
@@ -196,7 +217,7 @@ def _judge_recorded(recording: Mapping[str, Any] | None, ident: str, name: str) 
         f"recorded {recording['recorded']}" if recording else f"no recording {ident[:16]}",
         "a recording of this release, model, dtype, arguments and prompts",
         "without it there is nothing to compare the output with",
-        "run site.yml with --tags activate,smoke; if a model file changed under a running engine, that is the reason",
+        "`{site} --tags activate,smoke` records it; a model file that changed under a running engine is the usual reason",
         name,
     )
 
@@ -217,7 +238,7 @@ def _judge_active(
         observed,
         f"{instance['unit']} active",
         "an engine that does not run proves nothing",
-        f"read `journalctl -u {instance['unit']}`, put its last error right, then `systemctl restart {instance['unit']}`",
+        "read `journalctl -u {unit} -e` on the host, put its last error right, then `systemctl restart {unit}` there",
         str(instance["name"]),
     )
 
@@ -230,7 +251,7 @@ def _judge_release(host: sh.Host, release: str, state: Mapping[str, str], name: 
         ", ".join(running) or "no file of any release is in use",
         release,
         "the link may point to one release while the processes still run another",
-        f"restart the unit of {name}, or run site.yml with --tags activate",
+        "`systemctl restart {unit}` on the host, or `{site} --tags activate`",
         name,
     )
 
@@ -242,7 +263,7 @@ def _judge_health(status: str, url: str, name: str) -> judge.Check:
         status,
         f"200 from {url}/health",
         "the unit runs but its engine does not answer",
-        "read the unit's journal; restart the unit if the engine hangs",
+        "read `journalctl -u {unit} -e` on the host; if the engine hangs, `systemctl restart {unit}` there",
         name,
     )
 
@@ -256,7 +277,7 @@ def _judge_steady(before: Mapping[str, str], after: Mapping[str, str], name: str
         "; ".join(moved) or f"same invocation, {after['NRestarts']} restarts",
         "no restart during the smoke",
         "an engine that dies under sixteen short requests will not last",
-        "read the journal of the invocation that ended",
+        "read `journalctl -u {unit} -e` on the host, from where the invocation ended upwards",
         name,
     )
 
@@ -291,7 +312,7 @@ def _judge_journal(
             "reaches back to the start" if whole else "begins after the start of this invocation",
             "the whole journal of this invocation",
             "what has been dropped can neither prove nor rule out a line",
-            "restart the unit and run the smoke at once, or raise SystemMaxUse in journald.conf",
+            "`systemctl restart {unit}` on the host and smoke at once, or raise SystemMaxUse in /etc/systemd/journald.conf",
             name,
         )
     )
@@ -304,5 +325,5 @@ def main(payload: Mapping[str, Any]) -> None:
         sh.require_root()
         result = probe(sh.Host(), payload["hooks"], payload["prompts"], payload["settings"])
     except sh.SmokeError as error:
-        sys.exit(f"smoke: {error}")
+        sys.exit(f"smoke: {error}".replace("{site}", site_of(payload["settings"])))
     print(MARK + json.dumps(result))
