@@ -166,7 +166,16 @@ MODELS: list[tuple[str, Change, list[str]]] = [
         ["tokenizer-path /srv/t: no tokenizer"],
     ),
     # what they are
-    ("target-kind", target(architectures=["DFlashDraftModel"], tokenizer=NONE), ["draft_model_path: /srv/target"]),
+    (
+        "target-kind",
+        target(architectures=["DFlashDraftModel"], tokenizer=NONE),
+        ["Set model_path in host_vars/ct200.yml", "to the target, draft_model_path: /srv/target."],
+    ),
+    (
+        "target-kind",
+        both(target(architectures=["DFlashDraftModel"]), drafter(architectures=["Qwen3ForCausalLM"])),
+        ["Exchange the two in host_vars/ct200.yml", ": model_path: /srv/drafter, draft_model_path: /srv/target."],
+    ),
     (
         "drafter-kind",
         drafter(architectures=["Qwen3ForCausalLM"], hidden_size=7),

@@ -130,11 +130,16 @@ def target_kind(case: Case) -> Iterator[Hit]:
     """The target is no drafter."""
     for use in uses(case, "model_path"):
         if DRAFTER in use.model.get("architectures", []):
+            other = use.instances[0][1].get("draft_model_path")
+            kinds = (case.model(other) or {}).get("architectures", [DRAFTER])
+            fix = f"Set model_path in {case.where} to the target"
+            if DRAFTER not in kinds:
+                fix = f"Exchange the two in {case.where}: model_path: {other}"
             yield Hit(
                 use.thing,
                 f"model_path {use.path} is a {DRAFTER}",
                 "the model that it drafts for",
-                f"Set model_path in {case.where} to the target, and draft_model_path: {use.path}.",
+                f"{fix}, draft_model_path: {use.path}.",
             )
 
 
@@ -145,9 +150,9 @@ def target_kind(case: Case) -> Iterator[Hit]:
     source="https://github.com/sgl-project/sglang/pull/16818",
 )
 def drafter_kind(case: Case) -> Iterator[Hit]:
-    """The drafter is a DFlashDraftModel."""
-    for thing, instance, draft, _ in _pairs(case):
-        if DRAFTER not in draft["architectures"]:
+    """The drafter is a DFlashDraftModel. Where the target is one, that is told."""
+    for thing, instance, draft, target in _pairs(case):
+        if DRAFTER not in draft["architectures"] and DRAFTER not in target["architectures"]:
             found = ", ".join(draft["architectures"]) or "no architecture"
             same = " and the target itself" if instance["draft_model_path"] == instance["model_path"] else ""
             yield Hit(
