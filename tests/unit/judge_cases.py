@@ -7,8 +7,10 @@ from typing import Any
 
 from ansible.module_utils.gpu_host_gather_shape import describe_shape
 
+from tests.unit.judge_cases_host import HOST, IN_LXC
+from tests.unit.judge_cases_inventory import INVENTORY
+from tests.unit.judge_cases_models import MODELS
 from tests.unit.judge_kit import (
-    BUSY,
     CPU,
     GDN,
     GIB,
@@ -18,11 +20,9 @@ from tests.unit.judge_kit import (
     NO_HEADERS,
     PYTHON,
     UNSAFE,
-    UUID0,
     Change,
     both,
     clock,
-    drafter,
     first,
     good,
     gpu,
@@ -39,27 +39,13 @@ from tests.unit.judge_kit import (
     target,
 )
 
-JAMMY = host(platform={**good()[1]["platform"], "os": "ubuntu 22.04"})
-LINK = gpu(0)["pcie"]
 NVCC = good()[1]["nvcc"]
 NEWER = {"version": "13.3", "candidates": [{"path": "/usr/local/cuda/bin/nvcc", "version": "13.3"}]}
 OTHER = {"path": "/usr/local/cuda-13.0/bin/nvcc", "version": "13.0"}
-NO_GPU = on_gpu(gpus=[], p2p=[], processes=[], nvidia_smi=None, driver=None, cuda_driver=None)
-IN_LXC = kernel(virt="container", virt_name="lxc")
 TRANSLATED = kernel(iommu={"mode": "translated", "groups": 90, "source": "type of the GPUs' IOMMU groups"})
 AS_H100 = on_gpu(gpus=[gpu(n, compute_cap="9.0", name="NVIDIA H100 PCIe") for n in range(8)])
-REFUSED = "Failed to initialize NVML: Driver/library version mismatch"
 FLASH = {"attention-backend": "fa3"}
 ON_FA3 = first(args=FLASH)
-MISMATCH = both(
-    NO_GPU, on_gpu(nvidia_smi="/usr/bin/nvidia-smi", error=REFUSED, nvml={"version": None, "error": REFUSED})
-)
-UNSIGNED = both(
-    NO_GPU,
-    host(secure_boot=True),
-    kernel(modules={"nvidia": None}),
-    on_gpu(nvidia_smi="/usr/bin/nvidia-smi", error="couldn't communicate with the NVIDIA driver"),
-)
 ATTENTION = {"num_hidden_layers": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
 SHAPE = describe_shape({**ATTENTION, "hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936})
 NET = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128, "kernel": 4, "dtype": "float32"}
@@ -73,20 +59,18 @@ FORCED = {"tp-size": 2, "disable-custom-all-reduce": False}
 NAMED = inventory(defaults={**good()[0]["defaults"], "env": {"CUDA_HOME": "/usr/local/cuda-13.0"}})
 
 
-def xid(number: int, pci: str = gpu(0)["pci"]) -> dict[str, Any]:
-    """An error of the driver as the kernel log has it."""
-    return {"pci": pci, "xid": number, "when": "2026-11-30T09:00:00Z", "text": f"NVRM: Xid (PCI:{pci[4:12]}): {number}"}
-
-
 # rule, what is done to the good host, words that the message has to hold
 BROKEN: list[tuple[str, Change, list[str]]] = [
+    *MODELS,
+    *HOST,
+    *INVENTORY,
     ("engine-unknown", inventory(engine="sglang-9"), ["sglang-9", "sglang-0.5.11"]),
     ("engine-unknown", inventory(engine=None), ["nothing"]),
     ("profile-unknown", both(inventory(profile="sm999")), ["sm999", "auto, sm90"]),
     ("defaults-malformed", inventory(defaults={"modus": "x", **good()[0]["defaults"]}), ["modus"]),
     ("instances-malformed", inventory(instances=[]), ["no instance", "{name: gpu0, gpus: [0], port: 30000}"]),
     ("instances-malformed", inventory(instances=None), ["no instance"]),
-    ("instances-malformed", inventory(instances="gpu0"), ["str"]),
+    ("instances-malformed", inventory(instances="gpu0"), ["a text"]),
     ("instances-malformed", lambda wanted, _: wanted["instances"].append("gpu8"), ["entry 9", "'gpu8'"]),
     ("instance-key-unknown", first(prot=30000), ["gpu0", "'prot'"]),
     ("instance-name", first(name="GPU 0"), ["'GPU 0'"]),
@@ -102,7 +86,7 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     ("port-twice", first(port=30001), ["gpu0", "gpu1", "30001"]),
     ("gpus-bad", first(gpus=[]), ["gpu0", "[0]"]),
     ("gpus-bad", first(gpus="0"), ["'0'"]),
-    ("gpus-bad", first(gpus=[True]), ["True"]),
+    ("gpus-bad", first(gpus=[True]), ["true"]),
     ("gpus-bad", both(CPU, first(gpus=[0])), ["[0]", "cpu"]),
     ("gpu-twice", first(gpus=[1]), ["gpu0", "gpu1", "GPU 1"]),
     ("gpu-twice", first(gpus=[0, 0]), ["gpu0", "2 times"]),
@@ -131,49 +115,15 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     ("args-owned", first(env={"CUDA_VISIBLE_DEVICES": "1"}), ["CUDA_VISIBLE_DEVICES", "gpus"]),
     ("secret-in-args", first(args={"api_key": "hush"}), ["api-key"]),
     ("secret-in-env", first(env={"HF_TOKEN": "hush"}), ["HF_TOKEN"]),
-    ("model-path-bad", first(model_path="org/model"), ["model_path", "absolute"]),
-    ("model-path-bad", first(draft_model_path=None), ["draft_model_path nothing"]),
-    ("path-hidden", first(model_path="/home/ann/target"), ["/home/ann/target", "/srv/models"]),
-    ("path-hidden", first(draft_model_path="/tmp/drafter"), ["/tmp/drafter"]),
     ("parallel-size", first(args={"tp_size": 2}), ["tp-size 2", "1 GPUs"]),
     ("parallel-size", first(args={"tensor-parallel-size": "two"}), ["two"]),
     ("waiver-unknown", inventory(waivers={"port-twice": "no"}), ["port-twice"]),
     ("waiver-unknown", inventory(waivers={"nvcc-old": ""}), ["nvcc-old without a reason"]),
-    ("gpu-none", on_gpu(nvidia_smi=None, gpus=[]), ["host_vars/ct200.yml", "gpu_host_profile: cpu", "no nvidia-smi"]),
-    ("gpu-none", on_gpu(gpus=[], error="couldn't communicate"), ["couldn't communicate"]),
-    ("gpu-none", on_gpu(gpus=[]), ["lists no GPU"]),
-    ("gpu-capability", on_gpu(gpus=[gpu(n, compute_cap="8.6") for n in range(8)]), ["8.6", "12.0"]),
-    (
-        "gpu-mixed",
-        on_gpu(gpus=[gpu(n) for n in range(7)] + [gpu(7, compute_cap="9.0", name="NVIDIA H200")]),
-        ["sm90", "sm120", "7 (NVIDIA H200)"],
-    ),
-    ("profile-mismatch", inventory(profile="sm90"), ["sm90", "sm120"]),
-    ("gpu-unknown", first(gpus=[8]), ["GPU 8", UUID0]),
-    ("gpu-unknown", first(gpus=["GPU-x"]), ["GPU-x"]),
-    ("driver-old", on_gpu(driver="575.57.08"), ["575.57.08", "580"]),
-    ("driver-old", on_gpu(cuda_driver="12.9"), ["12.9", "13.0"]),
-    ("gpu-busy", on_gpu(processes=[BUSY]), ["GPU 0", "78", "train", "kill 78"]),
-    ("gpu-busy", on_gpu(processes=[{**BUSY, "unit": "train.service"}]), ["systemctl stop train.service"]),
-    ("gpu-memory-held", on_gpu(gpus=[gpu(0, memory_used_mib=5000)] + [gpu(n) for n in range(1, 8)]), ["5000 MiB"]),
     ("nvcc-missing", host(nvcc=None), ["nvcc"]),
     ("nvcc-old", host(nvcc={"path": "/usr/bin/nvcc", "version": "12.4"}), ["12.4", "/usr/bin/nvcc", "12.9"]),
     ("arch-unsupported", host(platform={**good()[1]["platform"], "arch": "riscv64"}), ["riscv64"]),
     ("glibc-old", host(platform={**good()[1]["platform"], "glibc": "2.33"}), ["2.33", "2.34"]),
     ("glibc-old", host(platform={**good()[1]["platform"], "glibc": None}), ["not glibc"]),
-    ("systemd", host(systemd={"version": 247, "running": True}), ["247", "249"]),
-    ("systemd", host(systemd={"version": 255, "running": False}), ["does not run"]),
-    (
-        "python-missing",
-        host(pythons=[]),
-        ["not found", "3.12 or 3.11", "apt-get install -y python3.12 python3.12-venv"],
-    ),
-    ("python-missing", both(host(pythons=[]), JAMMY), ["ppa:deadsnakes/ppa", "python3.12-venv"]),
-    (
-        "python-missing",
-        host(pythons=[{**PYTHON, "version": "3.11", "venv": False}]),
-        ["without the venv", "python3.11-venv"],
-    ),
     ("compiler-missing", both(host(compiler=None), NO_APT), ["gcc"]),
     ("python-headers-missing", both(NO_HEADERS, NO_APT), ["python3.12-dev"]),
     ("python-headers-missing", host(pythons=[{**PYTHON, "headers": False, "system": False}]), ["/usr/bin/python3.12"]),
@@ -184,74 +134,11 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     ("port-busy", host(ports=[LISTENER]), ["gpu0", "30000", "process 77 (python)", "other.service"]),
     ("port-busy", host(ports=[{**LISTENER, "address": "0.0.0.0", "pid": None, "unit": None}]), ["not visible"]),
     ("address-foreign", both(first(address="192.0.2.9"), host(bind={"192.0.2.9": "Cannot assign"})), ["192.0.2.9"]),
-    ("model-missing", target(exists=False), ["/srv/target", "no such folder"]),
-    ("model-missing", target(missing=["config.json"]), ["config.json"]),
-    ("model-missing", target(missing=["model-00002-of-00002.safetensors"]), ["model-00002-of-00002"]),
-    ("model-missing", target(error="config.json: broken"), ["broken"]),
-    ("drafter-missing", drafter(exists=False), ["/srv/drafter", "draft_model_path"]),
-    ("drafter-kind", drafter(architectures=["Qwen3ForCausalLM"]), ["Qwen3ForCausalLM", "DFlashDraftModel"]),
-    ("drafter-foreign", drafter(vocab_size=7), ["vocabulary 7", "1024"]),
-    ("drafter-foreign", drafter(num_target_layers=36), ["36", "4"]),
     ("hybrid-radix", GDN, ["mode ddtree", "disable-radix-cache", "extra_buffer"]),
     ("hybrid-tree", HYBRID, ["nemotron_h", "mode: dflash", "speculative-ddtree-allow-hybrid-unsafe"]),
     ("hybrid-unsafe", both(HYBRID, inventory(defaults={**good()[0]["defaults"], "args": UNSAFE})), ["research"]),
     ("facts-stand-in", host(recorded={"machine": "an H200", "date": "2026-11-29"}), ["an H200"]),
     ("cpu-profile", CPU, ["cpu"]),
-    # driver
-    ("driver-mismatch", MISMATCH, ["kernel module 580.95.05", "version mismatch", "`systemctl reboot`"]),
-    ("driver-mismatch", both(MISMATCH, IN_LXC), ["Restart this container"]),
-    (
-        "driver-nouveau",
-        both(NO_GPU, kernel(nouveau=True, modules={"nvidia": None})),
-        ["nouveau", "nvidia-open", "update-initramfs"],
-    ),
-    ("driver-unsigned", UNSIGNED, ["secure boot", "mokutil --import", "/var/lib/shim-signed/mok/MOK.der"]),
-    ("nvml-missing", on_gpu(nvml={"version": None, "error": "no module named pynvml"}), ["pynvml", "nvidia-smi -q"]),
-    ("libcuda-hidden", libraries(libcuda=None), ["libcuda.so.1", "ldconfig"]),
-    (
-        "libcuda-hidden",
-        both(libraries(libcuda=None), on_gpu(nvidia_smi="/usr/local/nvidia/bin/nvidia-smi")),
-        ["echo /usr/local/nvidia/lib64 > /etc/ld.so.conf.d/nvidia.conf"],
-    ),
-    # GPUs
-    ("gpu-none", both(NO_GPU, IN_LXC), ["nvidia.runtime"]),
-    (
-        "gpu-lost",
-        on_gpu(nvml={"version": "580", "error": "device 3: GPU is lost"}),
-        ["8 answer", "device 3: GPU is lost", "reboot"],
-    ),
-    ("gpu-busy", on_gpu(processes=[{**BUSY, "pid": None, "name": None}]), ["another container", "nvidia-smi"]),
-    ("gpu-busy", on_gpu(processes=[{**BUSY, "user": "ann"}]), ["of user ann"]),
-    (
-        "gpu-orphan",
-        on_gpu(processes=[{**BUSY, "user": "ann", "orphan": True}]),
-        ["78 (train)", "ann", "`kill -KILL 78`", "ps -o"],
-    ),
-    ("gpu-mig", on_first(mig=True), ["MIG mode is on", f"nvidia-smi -i {UUID0} -mig 0", "leave it out"]),
-    ("gpu-mig", both(on_first(mig=True), IN_LXC), ["On the machine that runs this container"]),
-    ("gpu-compute-prohibited", on_first(compute_mode="prohibited"), [f"nvidia-smi -i {UUID0} -c DEFAULT"]),
-    ("gpu-compute-exclusive", on_first(compute_mode="exclusive"), ["exclusive", "-c DEFAULT"]),
-    # health
-    ("gpu-remap-failed", on_first(remapped={"pending": True, "failed": True}), ["replaced", "ROW_REMAPPER"]),
-    ("gpu-remap-pending", on_first(remapped={"pending": True, "failed": False}), ["waits for a reset", "--gpu-reset"]),
-    (
-        "gpu-ecc-uncorrected",
-        on_first(ecc={"mode": True, "uncorrected": 3, "corrected": 0}),
-        ["3 uncorrected", "--gpu-reset"],
-    ),
-    (
-        "gpu-xid",
-        on_gpu(xids=[xid(95)]),
-        ["Xid 95", "not contained", "journalctl -k -b | grep 'Xid.*0000:01:00'", "--gpu-reset"],
-    ),
-    ("gpu-xid", on_gpu(xids=[xid(79, "00000000:63:00.0")]), ["00000000:63:00.0", "not listed any more", "off and on"]),
-    ("gpu-xid-program", on_gpu(xids=[xid(31), xid(31), xid(43)]), ["Xid 31 (2 times), Xid 43 (1 times)"]),
-    ("gpu-throttled", on_first(throttle=["hw_thermal", "hw_slowdown"]), ["too hot", "fans", "-q -d PERFORMANCE"]),
-    ("gpu-throttled", on_first(throttle=["hw_power_brake"]), ["power brake", "power cables"]),
-    ("gpu-pcie-width", on_first(pcie={**LINK, "width": 8}), ["x8", "x16", "lspci -vv -s 01:00.0"]),
-    ("gpu-pcie-speed", on_first(pcie={**LINK, "gen": 3}, idle=False), ["generation 3", "generation 5", "lspci"]),
-    ("gpu-pcie-slot", on_first(pcie={**LINK, "gen_max": 4}), ["generation 4 x16 in this slot", "generation 5 x16"]),
-    ("gpu-persistence", on_first(persistence=False), ["GPU 0", "nvidia-persistenced"]),
     # several GPUs
     (
         "p2p-deadlock",
@@ -358,12 +245,14 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     ("host-guest", kernel(virt="vm", virt_name="kvm"), ["a VM (kvm)", "IOMMU"]),
 ]
 # Findings that come along with another one and are told apart from it.
-GUEST = {"host-guest"}  # where a case is about a container
+GUEST = {"host-guest"}  # where a case is about a container or a VM
 WITH = {
     "p2p-deadlock": {"iommu-translated", "acs-redirect"},
-    **dict.fromkeys(("driver-mismatch", "gpu-none", "gpu-mig", "memlock-low", "nofile-low", "pids-low"), GUEST),
+    **dict.fromkeys(
+        ("driver-mismatch", "gpu-none", "gpu-mig", "memlock-low", "nofile-low", "pids-low", "systemd"), GUEST
+    ),
     "gpus-bad": {"cpu-profile", "gpu-twice"},
     "gpu-twice": set(),
     "profile-unknown": set(),
-    "instances-malformed": set(),
+    **{key: {"cpu-profile"} for key in ("instances-malformed", "budget-room")},
 }

@@ -10,7 +10,7 @@ from typing import Any
 from ansible.module_utils import kernel_backends_matrix as matrices
 from ansible.module_utils.gpu_host_judge import judge
 
-from fleet import backends
+from fleet import backends, declared
 
 GIB = 1 << 30
 MATRIX = backends.read()
@@ -29,8 +29,26 @@ TARGET = {
     "block_size": None,
     "num_target_layers": None,
     "target_layer_ids": None,
+    "mask_token_id": None,
+    "instead": None,
+    "broken": [],
+    "partial": [],
+    "git": False,
+    "tokenizer": {"found": True, "broken": []},
+    "barred": [],
+    "leads": ["/srv/target"],
 }
-DRAFTER = {**TARGET, "architectures": ["DFlashDraftModel"], "num_layers": 2, "block_size": 16, "num_target_layers": 4}
+DRAFTER = {
+    **TARGET,
+    "architectures": ["DFlashDraftModel"],
+    "num_layers": 2,
+    "block_size": 16,
+    "num_target_layers": 4,
+    "target_layer_ids": [0, 1, 3],
+    "mask_token_id": 3,
+    "tokenizer": {"found": False, "broken": []},
+    "leads": ["/srv/drafter"],
+}
 
 
 def gpu(index: int, **other: Any) -> dict[str, Any]:
@@ -61,8 +79,15 @@ def gpu(index: int, **other: Any) -> dict[str, Any]:
         "bar1_total_mib": 131072,
         "compute_mode": "default",
         "idle": True,
+        "recovery": "none",
+        "fabric": None,
         **other,
     }
+
+
+def card(index: int, **other: Any) -> dict[str, Any]:
+    """The same GPU as the PCI bus has it."""
+    return {"pci": gpu(index)["pci"], "device": "0x2bb5", "driver": "nvidia", **other}
 
 
 def p2p(a: int, b: int, **other: Any) -> dict[str, Any]:
@@ -95,6 +120,7 @@ def good() -> tuple[dict[str, Any], dict[str, Any]]:
         "allow_any_address": False,
         "waivers": {},
         "root": "/opt/sglang-fleet",
+        "reach": "root@192.0.2.200",
     }
     facts = {
         "gpu": {
@@ -102,12 +128,14 @@ def good() -> tuple[dict[str, Any], dict[str, Any]]:
             "error": None,
             "nvml": {"version": "580.95.05", "error": None},
             "on_bus": [gpu(n)["pci"] for n in range(8)],
+            "cards": [card(n) for n in range(8)],
             "p2p": [p2p(a, b) for a in range(8) for b in range(a + 1, 8)],
             "xids": [],
             "driver": "580.95.05",
             "cuda_driver": "13.0",
             "gpus": [gpu(n) for n in range(8)],
             "processes": [],
+            "graphics": [],
         },
         "nvcc": {
             "path": "/usr/local/cuda/bin/nvcc",
@@ -163,12 +191,18 @@ def good() -> tuple[dict[str, Any], dict[str, Any]]:
             }
         ],
         "platform": {"arch": "x86_64", "glibc": "2.39", "kernel": "6.8", "os": "ubuntu 24.04", "apt": True},
-        "systemd": {"version": 255, "running": True},
+        "systemd": {
+            "version": 255,
+            "running": True,
+            "pid1": "systemd",
+            "journal": {"masked": [], "active": True, "kept": True},
+        },
         "disk": {"path": "/opt", "free": 200 * GIB, "total": 900 * GIB},
         "current": None,
         "shm": {"free": 60 * GIB, "total": 60 * GIB},
         "ports": [{"address": "0.0.0.0", "port": 22, "pid": 1, "process": "sshd", "unit": "ssh.service"}],
         "bind": {"127.0.0.1": None},
+        "user": {"name": "sglang", "uid": None, "gid": None, "groups": []},
         "models": {"/srv/target": dict(TARGET), "/srv/drafter": dict(DRAFTER)},
     }
     return wanted, facts
@@ -227,6 +261,25 @@ def kernel(**keys: Any) -> Change:
     return lambda _, facts: facts["kernel"].update(keys)
 
 
+def systemd(**keys: Any) -> Change:
+    """Set facts of systemd."""
+    return lambda _, facts: facts["systemd"].update(keys)
+
+
+def lose(*indices: int, **keys: Any) -> Change:
+    """GPUs that the driver does not list any more; keys: what of their cards changed."""
+
+    def change(_: dict[str, Any], facts: dict[str, Any]) -> None:
+        facts["gpu"]["gpus"] = [one for one in facts["gpu"]["gpus"] if one["index"] not in indices]
+        for at, one in enumerate(facts["gpu"]["gpus"]):
+            one["index"] = at
+        facts["gpu"]["p2p"] = []
+        for index in indices:
+            facts["gpu"]["cards"][index].update(keys)
+
+    return change
+
+
 def limits(**keys: Any) -> Change:
     """Set limits."""
     return lambda _, facts: facts["limits"].update(keys)
@@ -279,5 +332,6 @@ def findings(change: Change) -> list[dict[str, Any]]:
     wanted, facts = copy.deepcopy(good())
     change(wanted, facts)
     instances = wanted["instances"] if isinstance(wanted["instances"], list) else []
+    wanted["flags"] = declared.flags(wanted["engine"], wanted["instances"], wanted["defaults"])
     wanted["matrix"] = dict(matrices.narrowed(MATRIX, str(wanted["engine"]), [*instances, wanted["defaults"]]))
     return judge("ct200", wanted, facts)["findings"]

@@ -47,6 +47,10 @@ class NvmlStandIn:
     def nvmlDeviceGetP2PStatus(self, a: int, b: int, cap: int) -> int:  # noqa: N802 - pynvml's name
         return int(self._answer(self._pair(a, b)["p2p"][cap]))
 
+    def nvmlDeviceGetGpuFabricInfo(self, at: int, info: Any) -> int:  # noqa: N802 - pynvml's name
+        info._obj.state = self._answer(self.recording["devices"][at].get("fabric", UNSUPPORTED))
+        return 0
+
     def _pair(self, a: int, b: int) -> dict[str, Any]:
         return next(pair for pair in self.recording["pairs"] if {pair["a"], pair["b"]} == {a, b})
 
@@ -65,12 +69,13 @@ class NvmlStandIn:
         if isinstance(value, dict):
             if "!" in value:
                 raise pynvml.NVMLError(value["!"])
-            return SimpleNamespace(**value)
-        return (
-            [SimpleNamespace(**one) if isinstance(one, dict) else one for one in value]
-            if isinstance(value, list)
-            else value
-        )
+            return _structure(value)
+        return [_structure(one) for one in value] if isinstance(value, list) else value
+
+
+def _structure(value: Any) -> Any:
+    """A structure, with those inside of it, for a map of its fields."""
+    return SimpleNamespace(**{key: _structure(one) for key, one in value.items()}) if isinstance(value, dict) else value
 
 
 UNSUPPORTED = {"!": pynvml.NVML_ERROR_NOT_SUPPORTED}

@@ -80,12 +80,13 @@ def test_gpu_facts_come_from_nvml_the_bus_and_the_process_table(monkeypatch: pyt
     monkeypatch.setattr(gather, "missing_library", lambda: None)
     monkeypatch.setattr(gather, "load", lambda packed: NvmlStandIn(answers))
     monkeypatch.setattr(gather, "gather_placement", lambda pci: {"numa_node": 1, "cpus": "0-3", "width_device_max": 8})
-    monkeypatch.setattr(gather, "nvidia_devices", lambda: ["00000000:00:06.0", "00000000:00:07.0"])
+    cards = [{"pci": f"00000000:00:0{n}.0", "device": "0x2335", "driver": "nvidia"} for n in (6, 7)]
+    monkeypatch.setattr(gather, "nvidia_devices", lambda: cards)
     facts = gather.gather_gpu()
     assert shape(facts["gpus"]) == shape(recording("h200")["gpu"]["gpus"])
     (gpu,) = facts["gpus"]
     assert (gpu["numa_node"], gpu["cpus"], gpu["pcie"]["width_device_max"], gpu["idle"]) == (1, "0-3", 8, False)
-    assert facts["on_bus"] == ["00000000:00:06.0", "00000000:00:07.0"]
+    assert (facts["cards"], facts["on_bus"]) == (cards, ["00000000:00:06.0", "00000000:00:07.0"])
     (process,) = facts["processes"]
     assert (process["gpu_uuid"], process["pid"], process["memory_mib"]) == (gpu["uuid"], os.getpid(), 5)
     assert (process["user"], process["orphan"]) == (getpass.getuser(), False)
@@ -126,7 +127,7 @@ def test_a_machine_built_from_public_words_has_the_facts_of_a_real_one(name: str
     real, built = recording("h200"), recording(name)
     assert built["recorded"]["kind"] == "built from public nvidia-smi -q"
     for facts in (real, built):
-        facts["gpu"].update(p2p=[], processes=[], xids=[])
+        facts["gpu"].update(p2p=[], processes=[], graphics=[], xids=[])
         for gpu in facts["gpu"]["gpus"]:
             gpu["remapped"] = None  # a map, or nothing on a GPU that can't
     assert shape(built) == shape(real)
@@ -139,7 +140,7 @@ def test_each_pair_of_gpus_is_told_once(name: str) -> None:
     assert [(one["a"], one["b"]) for one in gpu["p2p"]] == [(a, b) for a in range(count) for b in range(a + 1, count)]
     assert all(set(one) == {"a", "b", "link", "read", "write", "nvlink", "atomics"} for one in gpu["p2p"])
     assert [one["index"] for one in gpu["gpus"]] == list(range(count))
-    assert gpu["on_bus"] == [one["pci"] for one in gpu["gpus"]]
+    assert gpu["on_bus"] == [one["pci"] for one in gpu["gpus"]] == [one["pci"] for one in gpu["cards"]]
 
 
 def test_a_recording_has_the_shape_of_this_machines_facts() -> None:

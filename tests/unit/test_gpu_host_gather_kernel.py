@@ -160,6 +160,9 @@ def bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / "class").write_text("0x030200\n")
         (folder / "local_cpulist").write_text("0-31,64-95\n")
         (folder / "max_link_width").write_text("16\n")
+        (folder / "device").write_text("0x2bb5\n")
+    (tmp_path / "drivers/nvidia").mkdir(parents=True)
+    (inner / "driver").symlink_to(tmp_path / "drivers/nvidia")
     (inner / "numa_node").write_text("1\n")
     (outer / "numa_node").write_text("-1\n")
     for folder, control in ((inner.parent, 0x1D), (inner.parent.parent, 0x11)):
@@ -182,7 +185,11 @@ GPUS = ["00000000:60:02.0", "00000000:62:00.0"]
 
 
 def test_gpus_on_the_bus_need_no_driver(bus: Path) -> None:
-    assert pci.nvidia_devices() == GPUS
+    kind = {"device": "0x2bb5"}
+    assert pci.nvidia_devices() == [
+        {"pci": GPUS[0], **kind, "driver": None},
+        {"pci": GPUS[1], **kind, "driver": "nvidia"},
+    ]
 
 
 def test_where_a_gpu_sits(bus: Path) -> None:

@@ -67,6 +67,8 @@ def test_a_gpu_that_supports_nothing_has_unknown_values_and_no_made_up_ones() ->
         "bar1_total_mib": None,
         "compute_mode": None,
         "idle": None,
+        "recovery": None,
+        "fabric": None,
     }
 
 
@@ -125,6 +127,31 @@ def test_throttling(reasons: int, words: list[str]) -> None:
     assert gpu_of(nvmlDeviceGetCurrentClocksEventReasons=reasons)["throttle"] == words
 
 
+@pytest.mark.parametrize(
+    ("action", "word"),
+    [
+        (pynvml.NVML_GPU_RECOVERY_ACTION_NONE, "none"),
+        (pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET, "reset"),
+        (pynvml.NVML_GPU_RECOVERY_ACTION_NODE_REBOOT, "reboot"),
+        (pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_P2P, "drain p2p"),
+        (pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET, "drain and reset"),
+        (99, None),
+    ],
+)
+def test_what_the_driver_wants_done(action: int, word: str | None) -> None:
+    call = f"nvmlDeviceGetFieldValues [{pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION}]"
+    assert gpu_of(**{call: [{"nvmlReturn": 0, "value": {"uiVal": action}}]})["recovery"] == word
+    refused = {"nvmlReturn": pynvml.NVML_ERROR_NOT_SUPPORTED, "value": {"uiVal": action}}
+    assert gpu_of(**{call: [refused]})["recovery"] is None
+
+
+@pytest.mark.parametrize(
+    ("state", "word"), [(0, None), (1, "not started"), (2, "in progress"), (3, "completed"), (LOST, None)]
+)
+def test_how_far_the_fabric_is(state: Any, word: str | None) -> None:
+    assert gpu_of(fabric=state)["fabric"] == word
+
+
 def test_mig_is_off_where_it_is_not_supported_and_unknown_where_it_cannot_be_asked() -> None:
     assert gpu_of(nvmlDeviceGetMigMode=[1, 1])["mig"] is True
     assert gpu_of(nvmlDeviceGetMigMode=[0, 1])["mig"] is False
@@ -170,6 +197,7 @@ def test_processes_and_idleness() -> None:
         {"gpu_uuid": "GPU-a", "pid": 428, "memory_mib": 1634},
         {"gpu_uuid": "GPU-a", "pid": None, "memory_mib": None},
     ]
+    assert facts["graphics"] == [{"gpu_uuid": "GPU-c", "pid": 428, "memory_mib": 1634}]
     assert [gpu["idle"] for gpu in facts["gpus"]] == [None, True, False]
     assert {(one["link"], one["read"]) for one in facts["p2p"]} == {(None, "unknown")}
 

@@ -46,6 +46,24 @@ def test_version_of_systemd() -> None:
     assert gather.parse_systemd("") is None
 
 
+def test_units_of_the_journal() -> None:
+    service = "Id=systemd-journald.service\nLoadState={}\nActiveState={}\n"
+    socket = "Id=systemd-journald.socket\nLoadState=loaded\nActiveState={}\n"
+    both = f"{service}\n{socket}".format
+    assert gather.parse_journal(both("loaded", "active", "active")) == {"masked": [], "active": True}
+    # The next message starts it again.
+    assert gather.parse_journal(both("loaded", "inactive", "active"))["active"] is True
+    assert gather.parse_journal(both("loaded", "inactive", "inactive"))["active"] is False
+    masked = {"masked": ["systemd-journald.service"], "active": False}
+    assert gather.parse_journal(both("masked", "inactive", "failed")) == masked
+
+
+def test_process_1_of_this_machine() -> None:
+    facts = gather.gather_systemd()
+    assert facts["pid1"] == Path("/proc/1/comm").read_text().strip()
+    assert (facts["journal"] is not None) == facts["running"]
+
+
 def test_who_keeps_the_clock() -> None:
     assert gather.clock_service({"sshd", "chronyd"}) == "chrony"
     assert gather.clock_service({"systemd-timesyn"}) == "systemd-timesyncd"

@@ -10,24 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from ansible.module_utils import gpu_host_rules_python as rules_python
+from ansible.module_utils import gpu_host_rules_room as rules_room
 from ansible.module_utils import gpu_host_rules_system as rules_system
 from ansible.module_utils.gpu_host_judge import WAIVABLE, judge, lines, profile_of
 from ansible.module_utils.gpu_host_rules import BLOCK, RULES, Rule
 
 from tests.unit.judge_cases import (
     BROKEN,
-    IN_LXC,
-    MISMATCH,
     NAMED,
     NEWER,
     NVCC,
     OTHER,
     P2P_OFF,
     TRANSLATED,
-    UNSIGNED,
     WITH,
-    xid,
 )
+from tests.unit.judge_cases_host import IN_LXC, MISMATCH, QUIET_HOST, UNSIGNED, xid
+from tests.unit.judge_cases_models import QUIET_MODELS
 from tests.unit.judge_kit import (
     BUSY,
     GDN,
@@ -104,6 +105,8 @@ def test_every_fix_has_a_command_or_names_the_file_to_edit(rule: str, change: Ch
 
 FP8 = inventory(defaults={**good()[0]["defaults"], "args": {"quantization": "fp8"}})
 QUIET: dict[str, Change] = {
+    **QUIET_MODELS,
+    **QUIET_HOST,
     "a link that rests at idle": on_first(pcie={**gpu(0)["pcie"], "gen": 1, "width": 16}),
     "an unknown link": on_first(pcie=dict.fromkeys(gpu(0)["pcie"])),
     "a GPU that says nothing of its health": on_first(ecc={}, remapped=None, throttle=[], mig=None, persistence=None),
@@ -231,6 +234,7 @@ def test_what_the_build_installs_is_no_finding() -> None:
 
 def test_parallel_sizes_that_fit() -> None:
     wanted, facts = good()
+    wanted["defaults"]["mode"] = "baseline"  # drafts take neither pp-size nor data-parallel attention
     wanted["instances"] = [
         {"name": "all", "gpus": list(range(8)), "port": 30000, "args": {"tp": 8, "tp-size": 4, "pp-size": 2}}
     ]
@@ -334,6 +338,15 @@ def test_junk_in_the_inventory_never_crashes_the_judge() -> None:
             wanted["instances"][0][key] = value
             verdict = judge("ct200", wanted, facts)
             assert judge("ct200", wanted)["ok"] or not verdict["ok"]
+
+
+def test_pythons_and_the_size_of_a_release_are_those_of_the_locks(repo: Path) -> None:
+    for path in repo.glob("engines/*/engine.yml"):
+        engine = yaml.safe_load(path.read_text())
+        assert set(rules_python.LOCK_PYTHONS) == set(engine["lock"]["python"])
+        assert rules_room.SIZE.startswith(f"{engine['unpacked']['bytes'] / 1e9:.1f} GB ")
+    assert set(rules_python.SOURCES) == set(rules_python.LOCK_PYTHONS)
+    assert set(rules_python.SYSTEM_PYTHON.values()) <= set(rules_python.LOCK_PYTHONS)
 
 
 def test_glibc_is_what_the_locks_need(repo: Path) -> None:

@@ -25,6 +25,7 @@ if __name__ == "__main__":
     beside.__path__ = [str(Path(__file__).resolve().parent)]
     sys.modules.update({"ansible": types.ModuleType("ansible"), "ansible.module_utils": beside})
 
+from ansible.module_utils.gpu_host_gather_access import engine_user
 from ansible.module_utils.gpu_host_gather_base import Facts, which
 from ansible.module_utils.gpu_host_gather_child import ChildError, in_child
 from ansible.module_utils.gpu_host_gather_kernel import gather_kernel, gather_xids
@@ -56,10 +57,11 @@ NVML_SECONDS = 90.0
 
 
 def gather_gpu(pynvml: str | None = None) -> Facts:
-    """`{nvidia_smi, error, nvml, driver, cuda_driver, gpus, p2p, processes, xids, on_bus}`.
+    """`{nvidia_smi, error, nvml, driver, cuda_driver, gpus, p2p, processes, graphics, xids, on_bus, cards}`.
 
     pynvml: its source as `gpu_host_nvml.load` takes it, None for the one that this Python has.
-    error: why a driver that is installed gives no GPU. on_bus: PCI addresses of NVIDIA GPUs, with or without a driver.
+    error: why a driver that is installed gives no GPU. on_bus: PCI addresses of NVIDIA GPUs, with or without a driver;
+    cards: the same with what drives each, as `nvidia_devices` has it.
     """
     smi = which("nvidia-smi", ("/usr/local/nvidia/bin",))  # containers get it there
     missing = missing_library()
@@ -77,15 +79,26 @@ def gather_gpu(pynvml: str | None = None) -> Facts:
         placement = gather_placement(gpu["pci"])
         gpu["pcie"]["width_device_max"] = placement.pop("width_device_max")
         gpu.update(placement)
-    facts["processes"] = [{**process, **describe_process(process["pid"])} for process in facts["processes"]]
+    for key in ("processes", "graphics"):
+        facts[key] = [{**process, **describe_process(process["pid"])} for process in facts[key]]
     facts["xids"] = gather_xids()
-    facts["on_bus"] = nvidia_devices()
+    facts["cards"] = nvidia_devices()
+    facts["on_bus"] = [card["pci"] for card in facts["cards"]]
     return facts
 
 
-def gather(root: str, pythons: list[str], models: list[str], addresses: list[str], pynvml: str | None = None) -> Facts:
-    """Every fact that `gpu_host_judge.judge` takes; pynvml as `gather_gpu` takes it."""
+def gather(
+    root: str,
+    pythons: list[str],
+    models: list[str],
+    addresses: list[str],
+    pynvml: str | None = None,
+    user: str = "sglang",
+    groups: list[str] | None = None,
+) -> Facts:
+    """Every fact that `gpu_host_judge.judge` takes; pynvml as `gather_gpu` takes it, user and groups run the engines."""
     gpu = gather_gpu(pynvml)
+    engine = engine_user(user, groups or [])
     return {
         "gpu": gpu,
         "nvcc": gather_nvcc(),
@@ -103,7 +116,8 @@ def gather(root: str, pythons: list[str], models: list[str], addresses: list[str
         "mounts": gather_mounts([root, *models]),
         "ports": gather_ports(),
         "bind": bindable(addresses),
-        "models": {path: gather_model(path) for path in models},
+        "user": engine,
+        "models": {path: gather_model(path, engine) for path in models},
     }
 
 

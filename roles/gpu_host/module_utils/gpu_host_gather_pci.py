@@ -29,12 +29,17 @@ def long_address(name: str) -> str:
     return f"{int(domain, 16):08x}:{rest}" + ("" if "." in rest else ".0")
 
 
-def nvidia_devices() -> list[str]:
-    """NVIDIA GPUs on the PCI bus, whether or not a driver sees them, as gpus[].pci has them."""
+def nvidia_devices() -> list[Facts]:
+    """`[{pci, device, driver}]` of the NVIDIA GPUs on the PCI bus, in its order, whether or not a driver sees them.
+
+    pci as gpus[].pci has it; device: the number of the kind of card; driver: the kernel module that is bound to it, or None.
+    """
     found = []
     for device in sorted(DEVICES.glob("*")):
         if read(device / "vendor") == NVIDIA and (read(device / "class") or "").startswith(DISPLAY):
-            found.append(long_address(device.name))
+            bound = device / "driver"
+            driver = bound.resolve().name if bound.exists() else None
+            found.append({"pci": long_address(device.name), "device": read(device / "device"), "driver": driver})
     return found
 
 

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
+import pwd
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -24,7 +27,10 @@ SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e0
 
 
 def gather_platform() -> Facts:
-    """`{arch, glibc, kernel, os, apt}`; glibc is None on another C library."""
+    """`{arch, glibc, kernel, os, apt, euid, user, python, interpreter}`; glibc is None on another C library.
+
+    euid, user, python, interpreter: of this process, which runs as every module does.
+    """
     library, version = platform.libc_ver()
     try:
         release = platform.freedesktop_os_release()
@@ -36,7 +42,18 @@ def gather_platform() -> Facts:
         "kernel": platform.release(),
         "os": f"{release.get('ID', 'unknown')} {release.get('VERSION_ID', '')}".strip(),
         "apt": which("apt-get") is not None,
+        "euid": os.geteuid(),
+        "user": _user(os.geteuid()),
+        "python": platform.python_version(),
+        "interpreter": sys.executable,
     }
+
+
+def _user(uid: int) -> str | None:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return None
 
 
 def parse_systemd(text: str) -> int | None:
@@ -46,11 +63,37 @@ def parse_systemd(text: str) -> int | None:
 
 
 def gather_systemd() -> Facts:
-    """`{version, running}`; running is false in a container whose process 1 is something else."""
+    """`{version, running, pid1, journal}`; running is false where process 1, named pid1, is something else."""
+    running = Path("/run/systemd/system").is_dir()
     return {
         "version": parse_systemd(run(["systemctl", "--version"])[1]),
-        "running": Path("/run/systemd/system").is_dir(),
+        "running": running,
+        "pid1": read("/proc/1/comm"),
+        "journal": gather_journal() if running else None,
     }
+
+
+JOURNAL_UNITS = ("systemd-journald.service", "systemd-journald.socket")
+
+
+def parse_journal(text: str) -> Facts:
+    """`{masked, active}` from `systemctl show` of JOURNAL_UNITS; a live socket starts the service at the next message."""
+    blocks = [dict(re.findall(r"^(\w+)=(.*)$", block, re.MULTILINE)) for block in text.strip().split("\n\n")]
+    return {
+        "masked": [block["Id"] for block in blocks if block.get("LoadState") == "masked"],
+        "active": any(block.get("ActiveState") == "active" for block in blocks),
+    }
+
+
+def gather_journal() -> Facts | None:
+    """`{masked, active, kept}`: units that are masked, whether messages are taken, whether any is kept to be read."""
+    show = ["systemctl", "show", *JOURNAL_UNITS, "--property=Id,LoadState,ActiveState"]
+    status, out, _ = run(show)
+    if status != 0:
+        return None
+    # With Storage=none, or without a folder to write to, journald runs and keeps nothing.
+    last = run(["journalctl", "--quiet", "--no-pager", "--boot", "--lines=1", "--output=cat"])[1]
+    return {**parse_journal(out), "kept": bool(last.strip())}
 
 
 def gather_numa() -> list[Facts]:

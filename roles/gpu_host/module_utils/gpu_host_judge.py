@@ -7,11 +7,16 @@ from typing import Any
 
 # Importing the rules registers them.
 from ansible.module_utils import (
+    gpu_host_rules_args,
     gpu_host_rules_backends,
+    gpu_host_rules_bus,
+    gpu_host_rules_control,
     gpu_host_rules_driver,
+    gpu_host_rules_files,
     gpu_host_rules_flags,
     gpu_host_rules_gpus,
     gpu_host_rules_health,
+    gpu_host_rules_holders,
     gpu_host_rules_hybrid,
     gpu_host_rules_instances,
     gpu_host_rules_inventory,
@@ -19,26 +24,39 @@ from ansible.module_utils import (
     gpu_host_rules_models,
     gpu_host_rules_network,
     gpu_host_rules_notes,
+    gpu_host_rules_python,
     gpu_host_rules_room,
+    gpu_host_rules_speculation,
     gpu_host_rules_system,
     gpu_host_rules_toolchain,
     gpu_host_rules_topology,
+    gpu_host_rules_weights,
+    gpu_host_rules_xids,
 )
 from ansible.module_utils.gpu_host_rules import BLOCK, CAPABILITIES, INFO, PROFILES, RULES, WARN, Case, Map, merge
 
 # The order of the report, within one severity: a cause comes before what it brings about.
 SUBJECTS = (
+    gpu_host_rules_control,
     gpu_host_rules_inventory,
     gpu_host_rules_instances,
     gpu_host_rules_flags,
+    gpu_host_rules_args,
+    gpu_host_rules_speculation,
     gpu_host_rules_driver,
+    gpu_host_rules_bus,
     gpu_host_rules_gpus,
+    gpu_host_rules_holders,
+    gpu_host_rules_xids,
     gpu_host_rules_health,
     gpu_host_rules_topology,
     gpu_host_rules_toolchain,
     gpu_host_rules_system,
+    gpu_host_rules_python,
     gpu_host_rules_room,
     gpu_host_rules_network,
+    gpu_host_rules_files,
+    gpu_host_rules_weights,
     gpu_host_rules_models,
     gpu_host_rules_memory,
     gpu_host_rules_hybrid,
@@ -71,13 +89,14 @@ def _asked(instances: list[Map]) -> list[Any]:
 
 
 def instances_of(wanted: Map) -> list[Map]:
-    """The inventory's instances with its defaults under each; entries that are no map are left to their own rule."""
-    instances = wanted.get("instances")
-    return (
-        [merge(wanted.get("defaults"), one) for one in instances if isinstance(one, dict)]
-        if isinstance(instances, list)
-        else []
-    )
+    """The inventory's instances with its defaults under each; entries that are no map are left to their own rule.
+
+    None while the defaults are no map: what is missing then is not the instances' fault.
+    """
+    instances, defaults = wanted.get("instances"), wanted.get("defaults")
+    if not isinstance(instances, list) or not isinstance(defaults, (dict, type(None))):
+        return []
+    return [merge(defaults, one) for one in instances if isinstance(one, dict)]
 
 
 def judge(host: str, wanted: Map, facts: Map | None = None) -> Map:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import sys
 import types
 import zlib
 from typing import Any
@@ -49,6 +50,23 @@ COMPUTE_MODES = (
     ("NVML_COMPUTEMODE_EXCLUSIVE_PROCESS", "exclusive"),
     ("NVML_COMPUTEMODE_EXCLUSIVE_THREAD", "exclusive"),
 )
+# What the driver says has to be done before the GPU is of use again:
+# https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/error-recovery-and-response-flags.html (2026-12).
+RECOVERY = (
+    ("NVML_GPU_RECOVERY_ACTION_NONE", "none"),
+    ("NVML_GPU_RECOVERY_ACTION_GPU_RESET", "reset"),
+    ("NVML_GPU_RECOVERY_ACTION_NODE_REBOOT", "reboot"),
+    ("NVML_GPU_RECOVERY_ACTION_DRAIN_P2P", "drain p2p"),
+    ("NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET", "drain and reset"),
+    ("NVML_GPU_RECOVERY_ACTION_BUS_RESET", "reboot"),
+    ("NVML_GPU_RECOVERY_ACTION_SYSTEM_REBOOT", "reboot"),
+)
+# State of the NVSwitch fabric that a GPU of an HGX board is joined to by the fabric manager: nvmlGpuFabricState_t.
+FABRIC = (
+    ("NVML_GPU_FABRIC_STATE_NOT_STARTED", "not started"),
+    ("NVML_GPU_FABRIC_STATE_IN_PROGRESS", "in progress"),
+    ("NVML_GPU_FABRIC_STATE_COMPLETED", "completed"),
+)
 MIB = 1 << 20
 # Containers of NVIDIA's runtime and WSL have it in a folder that the loader may not look at.
 LIBRARY = "libnvidia-ml.so.1"
@@ -74,7 +92,7 @@ def load(packed: str | None) -> Any:
         import pynvml
 
         return pynvml
-    module = types.ModuleType("pynvml")
+    module = sys.modules["pynvml"] = types.ModuleType("pynvml")  # it looks itself up there for its error classes
     source = zlib.decompress(base64.b85decode(packed))
     exec(compile(source, "pynvml.py", "exec"), module.__dict__)  # noqa: S102 - the control environment's hash-locked file
     return module
@@ -123,13 +141,15 @@ def nothing(error: str | None) -> Facts:
         "gpus": [],
         "p2p": [],
         "processes": [],
+        "graphics": [],
     }
 
 
 def gather_nvml(pynvml: Any) -> Facts:
-    """`{nvml: {version, error}, driver, cuda_driver, gpus, p2p, processes}`; error says why there is nothing.
+    """`{nvml: {version, error}, driver, cuda_driver, gpus, p2p, processes, graphics}`; error says why there is nothing.
 
-    GPUs are in PCI order, which is the index that an inventory means. processes: `[{gpu_uuid, pid, memory_mib}]`.
+    GPUs are in PCI order, which is the index that an inventory means. processes compute, graphics draw, as a desktop does:
+    `[{gpu_uuid, pid, memory_mib}]`.
     """
     facts = nothing(None)
     try:
@@ -156,7 +176,8 @@ def gather_nvml(pynvml: Any) -> Facts:
         facts["gpus"] = [{"index": index, **gpu} for index, (_, gpu) in enumerate(found)]
         handles = [handle for handle, _ in found]
         facts["p2p"] = [pair(nvml, handles, a, b) for a in range(len(handles)) for b in range(a + 1, len(handles))]
-        facts["processes"] = [one for (handle, gpu) in found for one in processes(nvml, handle, gpu["uuid"])]
+        for key, kind in (("processes", "Compute"), ("graphics", "Graphics")):
+            facts[key] = [one for (handle, gpu) in found for one in processes(nvml, handle, gpu["uuid"], kind)]
     finally:
         pynvml.nvmlShutdown()
     return facts
@@ -189,6 +210,8 @@ def describe(nvml: Nvml, handle: Any) -> Facts:
         "bar1_total_mib": _mib(bar1.bar1Total) if bar1 else None,
         "compute_mode": nvml.word(COMPUTE_MODES, nvml.ask("nvmlDeviceGetComputeMode", handle)),
         "idle": None if None in holders else not any(holders),
+        "recovery": recovery(nvml, handle),
+        "fabric": fabric(nvml, handle),
     }
 
 
@@ -211,6 +234,23 @@ def remapped(nvml: Nvml, handle: Any) -> Facts | None:
     """`{pending, failed}` of memory rows: pending ones need a reset of the GPU, a failed remap needs a new GPU."""
     rows = nvml.ask("nvmlDeviceGetRemappedRows", handle)
     return {"pending": bool(rows[2]), "failed": bool(rows[3])} if rows else None
+
+
+def recovery(nvml: Nvml, handle: Any) -> str | None:
+    """What the driver wants done now; None where it does not tell (drivers before 570, GPUs without it)."""
+    field = nvml.pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+    answers = nvml.ask("nvmlDeviceGetFieldValues", handle, [field])
+    if not answers or answers[0].nvmlReturn != nvml.pynvml.NVML_SUCCESS:
+        return None
+    return nvml.word(RECOVERY, answers[0].value.uiVal)
+
+
+def fabric(nvml: Nvml, handle: Any) -> str | None:
+    """How far the GPU's registration with its NVSwitch fabric is; None for a GPU on no such board."""
+    info = nvml.pynvml.c_nvmlGpuFabricInfo_t()
+    if nvml.ask("nvmlDeviceGetGpuFabricInfo", handle, ctypes.byref(info)) is None:
+        return None
+    return nvml.word(FABRIC, info.state)
 
 
 def throttle(nvml: Nvml, handle: Any) -> list[str]:
@@ -241,13 +281,13 @@ def pair(nvml: Nvml, handles: list[Any], a: int, b: int) -> Facts:
     return {"a": a, "b": b, "link": "nvlink" if status["nvlink"] == "ok" else common, **status}
 
 
-def processes(nvml: Nvml, handle: Any, uuid: str) -> list[Facts]:
-    """Compute processes on one GPU; pid is None for one of another container, which is not ours to see."""
+def processes(nvml: Nvml, handle: Any, uuid: str, kind: str) -> list[Facts]:
+    """Processes of a kind on one GPU; pid is None for one of another container, which is not ours to see."""
     return [
         {
             "gpu_uuid": uuid,
             "pid": one.pid or None,
             "memory_mib": _mib(one.usedGpuMemory),
         }
-        for one in nvml.ask("nvmlDeviceGetComputeRunningProcesses", handle) or []
+        for one in nvml.ask(f"nvmlDeviceGet{kind}RunningProcesses", handle) or []
     ]

@@ -12,6 +12,7 @@ from ansible.module_utils.gpu_host_rules import (
     WARN,
     Case,
     Hit,
+    Map,
     inside,
     kernel,
     on_gpus,
@@ -19,10 +20,17 @@ from ansible.module_utils.gpu_host_rules import (
     rule,
     version,
 )
+from ansible.module_utils.gpu_host_rules_bus import lost
 
 MIN_CUDA_DRIVER = "13.0"  # torch of the lock is built for CUDA 13.0
 # Folders of NVIDIA's package repository: https://developer.download.nvidia.com/compute/cuda/repos/, 2026-11.
-REPOSITORIES = {"ubuntu 22.04": "ubuntu2204", "ubuntu 24.04": "ubuntu2404", "debian 12": "debian12"}
+REPOSITORIES = {
+    "ubuntu 22.04": "ubuntu2204",
+    "ubuntu 24.04": "ubuntu2404",
+    "debian 12": "debian12",
+    "debian 13": "debian13",
+}
+DRIVER, FABRIC = "nvidia-open", " nvidia-fabricmanager"
 REPOSITORY = "https://developer.download.nvidia.com/compute/cuda/repos"
 INSTALL_GUIDE = "https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/"
 
@@ -35,10 +43,18 @@ def from_nvidia(case: Case, package: str) -> str:
         return f"install the package {package} from {REPOSITORY} with this distribution's package manager"
     arch = "sbsa" if platform["arch"] == "aarch64" else "x86_64"
     keyring = "cuda-keyring_1.1-1_all.deb"
+    if package == DRIVER:
+        # Its module is compiled here; the fabric manager of an NVSwitch board has to be of the driver's version.
+        package = f"linux-headers-$(uname -r) {package}" + (FABRIC if any(map(_on_fabric, case.gpus)) else "")
     return (
-        f"`curl -fsSLO {REPOSITORY}/{folder}/{arch}/{keyring} && dpkg -i {keyring} && apt-get update && "
+        f"`apt-get update && apt-get install -y curl ca-certificates && "
+        f"curl -fsSLO {REPOSITORY}/{folder}/{arch}/{keyring} && dpkg -i {keyring} && apt-get update && "
         f"apt-get install -y {package}`"
     )
+
+
+def _on_fabric(gpu: Map) -> bool:
+    return bool(gpu.get("fabric"))
 
 
 def no_driver_cause(case: Case) -> str | None:
@@ -61,14 +77,6 @@ def no_driver_cause(case: Case) -> str | None:
     ):
         return "driver-unsigned"
     return None
-
-
-def lost(case: Case) -> str | None:
-    """The driver's word on a GPU that it knows of and cannot reach, while others answer."""
-    error = str((case.facts.get("gpu", {}).get("nvml") or {}).get("error") or "")
-    return (
-        error if on_gpus(case) and re.match(r"device \d+: .*(lost|reset|restart|unknown error)", error, re.I) else None
-    )
 
 
 @rule(
@@ -103,10 +111,11 @@ def driver_nouveau(case: Case) -> Iterator[Hit]:
     if no_driver_cause(case) != "driver-nouveau":
         return
     smi = case.facts["gpu"].get("nvidia_smi")
-    install = "" if smi else f"Install NVIDIA's driver: {from_nvidia(case, 'nvidia-open')}. "
+    install = "" if smi else f"Install NVIDIA's driver: {from_nvidia(case, DRIVER)}. "
+    rebuild = "update-initramfs -u" if case.facts["platform"]["apt"] else "dracut --force"
     block = (
         "`printf 'blacklist nouveau\\noptions nouveau modeset=0\\n' > /etc/modprobe.d/blacklist-nouveau.conf && "
-        "update-initramfs -u && systemctl reboot`"
+        f"{rebuild} && systemctl reboot`"
     )
     yield Hit(
         "the kernel",
@@ -126,6 +135,8 @@ def driver_unsigned(case: Case) -> Iterator[Hit]:
     """Secure boot does not keep the module out."""
     if no_driver_cause(case) != "driver-unsigned":
         return
+    ubuntu = str(case.facts["platform"].get("os")).startswith("ubuntu")
+    key = "/var/lib/shim-signed/mok/MOK.der" if ubuntu else "/var/lib/dkms/mok.pub"
     yield Hit(
         "the NVIDIA driver",
         "secure boot is on and module nvidia is not loaded",
@@ -133,8 +144,8 @@ def driver_unsigned(case: Case) -> Iterator[Hit]:
         on_kernel(
             case,
             "See the refusal (`modprobe nvidia; dmesg | tail`). If it says key or signature, enrol the key that signed it: "
-            "`mokutil --import /var/lib/shim-signed/mok/MOK.der` (Ubuntu) or `mokutil --import /var/lib/dkms/mok.pub` (Debian), "
-            "`systemctl reboot`, and confirm on the console; or switch secure boot off in the firmware.",
+            f"`apt-get install -y mokutil && mokutil --import {key}` asks for a password of your choice; `systemctl reboot`, and "
+            "on the console's blue screen: Enroll MOK, and that password. Or switch secure boot off in the firmware.",
         ),
     )
 
@@ -150,7 +161,7 @@ def driver_old(case: Case) -> Iterator[Hit]:
     if not on_gpus(case):
         return
     gpu, least = case.facts["gpu"], str(case.wanted.get("min_driver"))
-    fix = on_kernel(case, f"Install the newest driver: {from_nvidia(case, 'nvidia-open')}, then `systemctl reboot`.")
+    fix = on_kernel(case, f"Install the newest driver: {from_nvidia(case, DRIVER)}, then `systemctl reboot`.")
     if version(gpu.get("driver")) < version(least):
         yield Hit("the NVIDIA driver", str(gpu.get("driver")), f"{least} or newer", fix)
     elif gpu.get("cuda_driver") and version(gpu["cuda_driver"]) < version(MIN_CUDA_DRIVER):
@@ -191,5 +202,5 @@ def libcuda_hidden(case: Case) -> Iterator[Hit]:
         elif inside(case) == "container":
             fix = "Start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility, then `ldconfig` in it"
         else:
-            fix = f"Install the driver's libraries again: {from_nvidia(case, 'nvidia-open')}, then `ldconfig`"
+            fix = f"Install the driver's libraries again: {from_nvidia(case, DRIVER)}, then `ldconfig`"
         yield Hit("libcuda.so.1", "not known to the loader (`ldconfig -p`)", "known", f"{fix}.")

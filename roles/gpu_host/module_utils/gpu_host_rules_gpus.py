@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about which GPUs there are, which are wanted, and who is on them."""
+"""Rules about which GPUs there are, which are wanted, and in what mode they are."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ansible.module_utils.gpu_host_rules import (
     WARN,
     Case,
     Hit,
-    Map,
     called,
     inside,
+    kernel,
     label,
     on_gpus,
     on_kernel,
     on_metal,
-    ours,
     rule,
     version,
     wanted_gpus,
 )
-from ansible.module_utils.gpu_host_rules_driver import from_nvidia, lost, no_driver_cause
+from ansible.module_utils.gpu_host_rules_bus import explained, fell_off, logged
+from ansible.module_utils.gpu_host_rules_driver import DRIVER, from_nvidia, no_driver_cause
 
 
 @rule(
@@ -37,19 +37,37 @@ def gpu_none(case: Case) -> Iterator[Hit]:
     """A host without GPUs is refused unless the inventory says cpu."""
     if case.wanted.get("profile") == "cpu" or case.gpus or no_driver_cause(case):
         return
-    gpu = case.facts.get("gpu", {})
-    if gpu.get("error"):
+    gpu, container = case.facts.get("gpu", {}), inside(case) == "container"
+    cards, fallen = gpu.get("on_bus") or [], fell_off(case)
+    if fallen and not container:
+        observed = f"no GPU answers: Xid 79, fallen off the bus, at {', '.join(map(logged, fallen))}"
+        fix = on_metal(
+            case, "Switch the machine off and on; if it stays away, seat the card anew and look at its power cables."
+        )
+        fix += " `dmesg | grep -i xid` says when it went."
+    elif container:
+        observed = f"the driver fails: {gpu['error']}" if gpu.get("error") else "this container has no GPU"
+        fix = "Start the container with its GPUs (docker: `--gpus all`, LXC: nvidia.runtime: true), so that `nvidia-smi` works."
+    elif gpu.get("error"):
         observed = f"the driver fails: {gpu['error']}"
         fix = "Repair the driver until `nvidia-smi` works: `dmesg | grep -i nvrm` says why it does not."
+        if kernel(case) and not (kernel(case).get("modules") or {}).get("nvidia"):
+            observed += "; the kernel module nvidia is not loaded"
+            fix = (
+                "Load it: `modprobe nvidia && nvidia-smi`. If there is none for this kernel, `dkms status` shows it, and "
+                "`apt-get install -y linux-headers-$(uname -r) && dkms autoinstall && modprobe nvidia` builds it."
+            )
     elif gpu.get("nvidia_smi"):
         observed = "the driver lists no GPU"
         fix = "See whether the cards are given to this host (`lspci -d 10de:`) and driven (`dmesg | grep -i nvrm`)."
     else:
-        cards = gpu.get("on_bus") or []
         observed = "no nvidia-smi, so no NVIDIA driver" + (f", for {len(cards)} cards on the bus" if cards else "")
-        fix = f"Install the driver: {from_nvidia(case, 'nvidia-open')}, then `systemctl reboot`."
-        if inside(case) == "container":
-            fix = "Start the container with its GPUs (`--gpus all`, or nvidia.runtime: true for LXC), so that `nvidia-smi` works."
+        fix = f"Install the driver: {from_nvidia(case, DRIVER)}, then `systemctl reboot`."
+        if "on_bus" in gpu and not cards:
+            observed = "no NVIDIA card on the PCI bus (`lspci -d 10de:`)"
+            fix = "If it should have one, look at its seat and its power cables."
+            if inside(case) == "vm":
+                fix = "If it should have one, pass it through on the machine that runs this VM."
     yield Hit(
         "the host",
         observed,
@@ -133,108 +151,10 @@ def gpu_unknown(case: Case) -> Iterator[Hit]:
     for at, instance in enumerate(case.instances):
         asked = instance.get("gpus")
         for one in asked if isinstance(asked, list) else []:
-            if case.gpu(one) is None and isinstance(one, (int, str)) and not isinstance(one, bool):
+            known = isinstance(one, bool) or not isinstance(one, (int, str)) or case.gpu(one) is not None
+            if not known and not explained(case, one):
                 have = ", ".join(f"{gpu['index']} ({gpu['uuid']})" for gpu in case.gpus)
                 yield Hit(label(instance, at), f"GPU {one!r}", f"one of {have}", f"Correct gpus of it in {case.where}.")
-
-
-@rule(
-    "gpu-lost",
-    BLOCK,
-    "One GPU does not answer. Indices count those that do, so they may mean other cards than the inventory does, and CUDA may "
-    "not start on any of them.",
-    source="https://docs.nvidia.com/deploy/gpu-debug-guidelines/index.html",
-)
-def gpu_lost(case: Case) -> Iterator[Hit]:
-    """Every GPU that the driver knows answers it."""
-    told = lost(case)
-    if told:
-        fix = (
-            "`systemctl reboot`; if it stays away, switch the machine off and on and look at the card's seat and power"
-        )
-        yield Hit("the host's GPUs", f"{len(case.gpus)} answer, but {told}", "all of them", f"{on_metal(case, fix)}.")
-
-
-@rule(
-    "gpu-busy",
-    BLOCK,
-    "The engine sizes its KV cache by the memory it finds; beside another process it fails or starves it.",
-    source="https://docs.nvidia.com/deploy/nvidia-smi/",
-)
-def gpu_busy(case: Case) -> Iterator[Hit]:
-    """No process outside of our units is on a wanted GPU."""
-    for gpu, process in _strangers(case):
-        if process.get("orphan"):
-            continue
-        pid, unit = process.get("pid"), process.get("unit")
-        who = f"process {pid} ({process.get('name')})" if pid else "a process of another container"
-        told = f"{who}{f' of {unit}' if unit else ''}{_owner(process)} holds {process['memory_mib']} MiB"
-        end = "Find it on the machine that runs this container (`nvidia-smi`) and end it"
-        if pid:
-            end = f"End it on the host (`{f'systemctl stop {unit}' if unit else f'kill {pid}'}`)"
-        yield Hit(
-            f"GPU {gpu['index']} ({gpu['uuid']})",
-            told,
-            "no other process on it",
-            f"{end}, or leave GPU {gpu['index']} out of gpus in {case.where}.",
-        )
-
-
-@rule(
-    "gpu-orphan",
-    BLOCK,
-    "An engine's workers can outlive the process that started them and keep the GPU's memory until they are killed.",
-    source="https://github.com/sgl-project/sglang/issues/23627",
-)
-def gpu_orphan(case: Case) -> Iterator[Hit]:
-    """No process whose parent is gone is on a wanted GPU."""
-    for gpu, process in _strangers(case):
-        if process.get("orphan"):
-            pid = process["pid"]
-            held = f"holds {process['memory_mib']} MiB, and what started it is gone"
-            yield Hit(
-                f"GPU {gpu['index']} ({gpu['uuid']})",
-                f"process {pid} ({process['name']}){_owner(process)} {held}",
-                "no process that was left behind",
-                f"See what it was (`ps -o user,lstart,args -p {pid}`), then `kill {pid}`; if it is still there after some "
-                f"seconds, `kill -KILL {pid}`.",
-            )
-
-
-def _strangers(case: Case) -> Iterator[tuple[Map, Map]]:
-    """(GPU, process) of wanted GPUs and what is on them without being ours."""
-    wanted = {gpu["uuid"]: gpu for gpu in wanted_gpus(case)}
-    for process in case.facts.get("gpu", {}).get("processes", []):
-        gpu = wanted.get(process["gpu_uuid"])
-        if gpu and not ours(process):
-            yield gpu, process
-
-
-def _owner(process: Map) -> str:
-    return f" of user {process['user']}" if process.get("user") else ""
-
-
-@rule(
-    "gpu-memory-held",
-    WARN,
-    "Memory that no visible process holds belongs to another container, or to a process that died badly.",
-    source="https://github.com/sgl-project/sglang/issues/23627",
-)
-def gpu_memory_held(case: Case) -> Iterator[Hit]:
-    """A wanted GPU without a process has its memory free."""
-    holders = {process["gpu_uuid"] for process in case.facts.get("gpu", {}).get("processes", [])}
-    for gpu in wanted_gpus(case):
-        used = gpu.get("memory_used_mib") or 0
-        if gpu["uuid"] not in holders and used > 1024:
-            look = "`nvidia-smi` and `fuser -v /dev/nvidia*` name it"
-            where = "On the machine that runs this container" if inside(case) == "container" else "On the host"
-            yield Hit(
-                f"GPU {gpu['index']} ({gpu['uuid']})",
-                f"{used} MiB used and no process seen",
-                "less than 1024 MiB used",
-                f"{where}, look for the holder ({look}) and end it; if there is none: "
-                f"`nvidia-smi -i {gpu['uuid']} --gpu-reset`.",
-            )
 
 
 @rule(

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about the health of wanted GPUs: memory errors, Xids, throttling, the PCIe link."""
+"""Rules about the health of wanted GPUs: rows of memory, throttling, the PCIe link. What the driver reports: _xids."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import Any
 
 from ansible.module_utils.gpu_host_rules import (
     BLOCK,
@@ -16,39 +14,18 @@ from ansible.module_utils.gpu_host_rules import (
     Map,
     called,
     inside,
-    on_kernel,
     on_metal,
     rule,
     wanted_gpus,
 )
+from ansible.module_utils.gpu_host_rules_xids import MEMORY_GUIDE, reset, wants
 
-MEMORY_GUIDE = "https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/index.html"
-XID_CATALOGUE = "https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"
-# Xids after which the catalogue wants the GPU or the machine reset, or the hardware looked at. 2026-11.
-FATAL_XIDS = {
-    48: "memory error that could not be corrected",
-    62: "halt of its power controller",
-    64: "bad memory row that could not be replaced",
-    74: "NVLink error",
-    79: "it fell off the bus",
-    95: "memory error that was not contained",
-    119: "no answer of its system processor (GSP)",
-    120: "error of its system processor (GSP)",
-    140: "memory error without recovery",
-    143: "failed initialization",
-}
 THROTTLES = {
     "sw_thermal": "too hot, slowed down by the driver",
     "hw_thermal": "too hot, slowed down by the hardware",
     "hw_power_brake": "slowed down by the power supply's signal (power brake)",
     "hw_slowdown": "slowed down by the hardware (heat or power)",
 }
-
-
-def _reset(case: Case, gpu: Map) -> str:
-    return on_kernel(
-        case, f"Stop what runs on it, then `nvidia-smi -i {gpu['uuid']} --gpu-reset`, or `systemctl reboot`."
-    )
 
 
 @rule(
@@ -73,94 +50,16 @@ def gpu_remap_failed(case: Case) -> Iterator[Hit]:
 @rule(
     "gpu-remap-pending",
     WARN,
-    "A bad row of its memory is replaced at the next reset; until then the row is in use.",
+    "A bad row of its memory is replaced at the next reset; until then programs run on, and new ones may start.",
     source=MEMORY_GUIDE,
 )
 def gpu_remap_pending(case: Case) -> Iterator[Hit]:
     """No row remapping waits for a reset."""
     for gpu in wanted_gpus(case):
         remapped = gpu.get("remapped") or {}
-        if remapped.get("pending") and not remapped.get("failed"):
-            yield Hit(called(gpu), "the replacement of a memory row waits for a reset", "none", _reset(case, gpu))
-
-
-@rule(
-    "gpu-ecc-uncorrected",
-    WARN,
-    "Memory gave wrong data that could not be corrected since the driver was loaded; what ran there died or was wrong.",
-    source=MEMORY_GUIDE,
-)
-def gpu_ecc_uncorrected(case: Case) -> Iterator[Hit]:
-    """No uncorrected memory errors."""
-    for gpu in wanted_gpus(case):
-        count = (gpu.get("ecc") or {}).get("uncorrected") or 0
-        if count:
-            yield Hit(
-                called(gpu),
-                f"{count} uncorrected memory error{'s' if count > 1 else ''}",
-                "0 since the driver was loaded",
-                f"{_reset(case, gpu)} If they come back, have the card replaced.",
-            )
-
-
-def bus(address: Any) -> tuple[int, ...]:
-    """`PCI:0000:65:00`, `00000000:65:00.0` as (domain, bus, device)."""
-    parts = re.findall(r"[0-9a-fA-F]+", str(address).upper().removeprefix("PCI:").split(".")[0])
-    return tuple(int(part, 16) for part in parts)
-
-
-def logged(address: Any) -> str:
-    """A PCI address as the kernel's log has it: `0000:65:00`."""
-    domain, number, device = bus(address)
-    return f"{domain:04x}:{number:02x}:{device:02x}"
-
-
-def _xids(case: Case, fatal: bool) -> Iterator[tuple[str, Map | None, list[int]]]:
-    """(PCI address, its GPU if the host still lists it, numbers) of wanted and of lost GPUs."""
-    wanted = {bus(gpu["pci"]): gpu for gpu in wanted_gpus(case)}
-    listed = {bus(gpu["pci"]) for gpu in case.gpus}
-    seen: dict[str, list[int]] = {}
-    for event in case.facts.get("gpu", {}).get("xids") or []:
-        at, number = bus(event["pci"]), event["xid"]
-        if (number in FATAL_XIDS) == fatal and (at in wanted or at not in listed) and wanted:
-            seen.setdefault(str(event["pci"]), []).append(number)
-    for pci, numbers in seen.items():
-        yield pci, wanted.get(bus(pci)), numbers
-
-
-@rule(
-    "gpu-xid",
-    WARN,
-    "The driver reported an error of the GPU since the last boot after which it has to be reset, or looked at, to be trusted.",
-    source=XID_CATALOGUE,
-)
-def gpu_xid(case: Case) -> Iterator[Hit]:
-    """No Xid of this boot that speaks of the hardware."""
-    for pci, gpu, numbers in _xids(case, fatal=True):
-        told = ", ".join(f"Xid {number} ({FATAL_XIDS[number]})" for number in dict.fromkeys(numbers))
-        look = f"Read `journalctl -k -b | grep 'Xid.*{logged(pci)}'`"
-        if gpu:
-            yield Hit(called(gpu), told, "no such Xid since the last boot", f"{look}. {_reset(case, gpu)}")
-        else:
-            fix = on_metal(
-                case, f"{look}, then switch the machine off and on; if it stays away, look at its seat and power."
-            )
-            yield Hit(f"the GPU at {pci}, which is not listed any more", told, "the GPU", fix)
-
-
-@rule(
-    "gpu-xid-program",
-    INFO,
-    "The driver reported an error since the last boot that programs usually bring about; it explains a crash of that time.",
-    source=XID_CATALOGUE,
-)
-def gpu_xid_program(case: Case) -> Iterator[Hit]:
-    """No other Xid of this boot."""
-    for pci, gpu, numbers in _xids(case, fatal=False):
-        if gpu:
-            counts = ", ".join(f"Xid {number} ({numbers.count(number)} times)" for number in sorted(set(numbers)))
-            grep = f"`journalctl -k -b | grep 'Xid.*{logged(pci)}'`"
-            yield Hit(called(gpu), counts, "none", f"Look each up in the catalogue; {grep} shows when and by whom.")
+        alone = wants(case, gpu) in (None, "none")  # else the reset is asked for already
+        if remapped.get("pending") and not remapped.get("failed") and alone:
+            yield Hit(called(gpu), "the replacement of a memory row waits for a reset", "none", reset(case, gpu))
 
 
 @rule(
@@ -215,10 +114,12 @@ def gpu_pcie_width(case: Case) -> Iterator[Hit]:
     source="https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html",
 )
 def gpu_pcie_speed(case: Case) -> Iterator[Hit]:
-    """A GPU with a process has its link at full speed; that it computes at this moment is not known."""
+    """A GPU with a computing process has its link at full speed; that it computes at this moment is not known."""
+    computing = {process["gpu_uuid"] for process in case.facts["gpu"].get("processes") or []} if case.gpus else set()
     for gpu in wanted_gpus(case):
         link = gpu.get("pcie") or {}
-        if gpu.get("idle") is False and link.get("gen") and link.get("gen_max") and link["gen"] < link["gen_max"]:
+        busy = gpu.get("idle") is False and gpu["uuid"] in computing
+        if busy and link.get("gen") and link.get("gen_max") and link["gen"] < link["gen_max"]:
             look = f"`{_lspci(gpu)} | grep LnkSta:`"
             yield Hit(
                 called(gpu),

@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about the operating system: architecture, C library, systemd, Python."""
+"""Rules about the operating system: architecture, C library, systemd and its journal, limits, the clock."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ansible.module_utils.gpu_host_rules import BLOCK, INFO, WARN, Case, Hit, inside, kernel, on_kernel, rule, version
+from ansible.module_utils.gpu_host_rules import (
+    BLOCK,
+    INFO,
+    UNIT_PREFIX,
+    WARN,
+    Case,
+    Hit,
+    inside,
+    kernel,
+    on_kernel,
+    rule,
+    version,
+)
 
 ARCHITECTURES = ("x86_64", "aarch64")
-# Python of a distribution, where the lock is made for it.
-SYSTEM_PYTHON = {"ubuntu 24.04": "3.12", "debian 12": "3.11"}
 MIN_NOFILE = 4096
 MIN_PIDS = 2048  # threads and processes of an instance, its compilers included
 MIN_MAPS = 65530  # what kernels come with
@@ -64,14 +74,21 @@ def systemd(case: Case) -> Iterator[Hit]:
     """systemd runs the host and is new enough."""
     found, least = case.facts["systemd"], int(case.wanted.get("min_systemd") or 0)
     if not found["running"]:
+        first = found.get("pid1")
         yield Hit(
             "systemd",
-            "does not run this host",
+            f"process 1 of this host is {first}" if first else "does not run this host",
             f"systemd {least} or newer as process 1",
-            "Use a machine, VM or system container that boots systemd (LXC, podman with --systemd=always and /sbin/init as its "
-            "command): `ps -p 1 -o comm=` says systemd there.",
+            _boot_systemd(case),
         )
-    elif (found["version"] or 0) < least:
+    elif found["version"] is None:
+        fix = (
+            "`apt-get update && apt-get install -y systemd`"
+            if case.facts["platform"]["apt"]
+            else "`dnf install -y systemd`"
+        )
+        yield Hit("systemd", "no systemctl that tells its version", f"version {least} or newer", f"{fix}.")
+    elif found["version"] < least:
         yield Hit(
             "systemd",
             f"version {found['version']}",
@@ -80,33 +97,49 @@ def systemd(case: Case) -> Iterator[Hit]:
         )
 
 
+def _boot_systemd(case: Case) -> str:
+    kind, name = inside(case), kernel(case).get("virt_name")
+    if name == "wsl":
+        return "`printf '[boot]\\nsystemd=true\\n' >> /etc/wsl.conf`, then `wsl --shutdown` on Windows."
+    if kind == "container":
+        return (
+            "On the machine that runs this container: make another that boots systemd, as LXC and Incus do, or `podman run "
+            "--systemd=always` of an image with systemd, its command /sbin/init; `ps -p 1 -o comm=` says systemd there."
+        )
+    if case.facts["platform"]["apt"]:
+        return "`apt-get update && apt-get install -y systemd-sysv && reboot`; `ps -p 1 -o comm=` says systemd then."
+    return "Use a distribution that boots with systemd, as Debian 12 and Ubuntu 24.04 do: `ps -p 1 -o comm=` says systemd there."
+
+
 @rule(
-    "python-missing",
+    "journal-off",
     BLOCK,
-    "The lock is made for these Python versions, and none is ever fetched behind your back.",
-    source="engines/sglang-0.5.11/lock.txt",
+    "What an engine says is in the journal: the smoke proves by it which path serves, and a failed start is explained by it.",
+    source="docs/checks.md",
 )
-def python_missing(case: Case) -> Iterator[Hit]:
-    """One wanted interpreter with the venv module."""
-    wanted, found = case.wanted.get("pythons") or [], case.facts["pythons"]
-    if not any(python["venv"] for python in found):
-        observed = f"{found[0]['path']} without the venv module" if found else "not found"
-        yield Hit("Python", observed, " or ".join(wanted) + " with its venv module", _install_python(case))
-
-
-def _install_python(case: Case) -> str:
-    found, system = case.facts["pythons"], str(case.facts["platform"].get("os"))
-    version_ = (
-        found[0]["version"] if found else SYSTEM_PYTHON.get(system) or (case.wanted.get("pythons") or ["3.12"])[0]
-    )
-    packages = f"python{version_} python{version_}-venv"
-    if case.facts["platform"]["apt"] and (found or system in SYSTEM_PYTHON):
-        return f"`apt-get update && apt-get install -y {packages}`"
-    if system.startswith("ubuntu"):
-        add = "add-apt-repository -y ppa:deadsnakes/ppa"
-        return f"`{add} && apt-get install -y {packages} python{version_}-dev` (this Ubuntu has none of its own)"
-    works = f"so that `python{version_} -m venv --help` works"
-    return f"Install Python {version_} {works}, for example `dnf install -y python{version_}`."
+def journal_off(case: Case) -> Iterator[Hit]:
+    """journald takes messages and keeps them."""
+    journal = case.facts["systemd"].get("journal")
+    if not journal or not case.facts["systemd"]["running"]:
+        return
+    again = "systemctl restart systemd-journald.socket systemd-journald-dev-log.socket systemd-journald.service"
+    # A unit that was started without a journal has its output nowhere.
+    units = f" && systemctl try-restart '{UNIT_PREFIX}*'" if case.facts.get("current") else ""
+    if journal["masked"]:
+        masked = " ".join(journal["masked"])
+        fix = f"`systemctl unmask {masked} && {again}{units}`."
+        yield Hit("the journal", f"masked: {masked}", "systemd-journald at work", fix)
+    elif not journal["active"]:
+        yield Hit("the journal", "systemd-journald is stopped", "systemd-journald at work", f"`{again}{units}`.")
+    elif journal["kept"] is False:
+        keep = "/etc/systemd/journald.conf.d"
+        yield Hit(
+            "the journal",
+            "no message of this boot is kept",
+            "messages that `journalctl -b -n 1` shows",
+            "`grep -rn Storage= /etc/systemd/journald.conf* /usr/lib/systemd/journald.conf.d` shows who switched it off; "
+            f"`mkdir -p {keep} && printf '[Journal]\\nStorage=auto\\n' > {keep}/zz-sglang.conf && {again}{units}` mends it.",
+        )
 
 
 # --- what the wheels load -----------------------------------------------------------------------

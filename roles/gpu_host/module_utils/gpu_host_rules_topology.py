@@ -144,7 +144,9 @@ def acs_redirect(case: Case) -> Iterator[Hit]:
 def p2p_none(case: Case) -> Iterator[Hit]:
     """GPUs of one instance reach each other."""
     for at, instance, gpus in spans(case):
+        broken = _broken(case, gpus)
         none = [pair for pair in pairs(case, gpus) if "ok" not in (pair["read"], pair["write"], pair["nvlink"])]
+        none = [pair for pair in none if pair not in broken]
         if none and not p2p_off(instance):
             why = ", ".join(sorted({str(pair["read"]) for pair in none}))
             yield Hit(
@@ -153,6 +155,38 @@ def p2p_none(case: Case) -> Iterator[Hit]:
                 "direct access (`nvidia-smi topo -p2p r`)",
                 f"If each GPU can hold the model, give each an instance of its own in {case.where}; else nothing: its unit "
                 "exchanges through the host's memory by itself.",
+            )
+
+
+def _broken(case: Case, gpus: list[Map]) -> list[Map]:
+    """Pairs without NVLink among GPUs that are all joined by it but for a few; boards with bridges join few of their pairs."""
+    known = pairs(case, gpus)
+    without = [pair for pair in known if pair["link"] != "nvlink"]
+    return without if 0 < len(without) * 2 < len(known) else []
+
+
+@rule(
+    "nvlink-broken",
+    WARN,
+    "All other GPUs of the instance reach each other over NVLink, so here a link is down: exchanges are slow, or fail.",
+    source="https://docs.nvidia.com/deploy/gpu-debug-guidelines/index.html",
+)
+def nvlink_broken(case: Case) -> Iterator[Hit]:
+    """NVLink between all GPUs of an instance, where most of them have it."""
+    for at, instance, gpus in spans(case):
+        broken = _broken(case, gpus)
+        if broken:
+            uuids = {gpu["index"]: gpu["uuid"] for gpu in gpus}
+            ends = sorted({index for pair in broken for index in (pair["a"], pair["b"])})
+            look = " and ".join(f"`nvidia-smi nvlink -s -i {uuids[index]}`" for index in ends[:2])
+            yield Hit(
+                label(instance, at),
+                f"no NVLink between GPUs {', '.join(map(_two, broken))}",
+                "NVLink, as between the others",
+                on_metal(
+                    case,
+                    f"{look} show links that are down; `systemctl reboot`, and have the board looked at if it stays.",
+                ),
             )
 
 
