@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller's half of the preflight: gives the module NVIDIA's pynvml, so that a bare host needs nothing installed.
+"""The controller's half of the preflight: what this repository declares, and NVIDIA's pynvml, so that a bare host needs nothing.
 
 pynvml is one file of pure Python. It travels as a packed argument of the module (65 KB): that costs no connection of its own,
 leaves no file behind, and takes a host without a GPU no time, as it is unpacked only where the driver's library is.
@@ -8,13 +8,21 @@ leaves no file behind, and takes a host without a GPU no time, as it is unpacked
 from __future__ import annotations
 
 import base64
+import sys
 import zlib
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
+
+# Ansible makes the roles' module_utils importable for modules only; the repository's own finder does it for the controller.
+REPO = Path(__file__).resolve().parents[3]
+if str(REPO) not in sys.path:
+    sys.path.append(str(REPO))
+declared = import_module("fleet.declared")
 
 
 def source() -> str:
@@ -29,7 +37,7 @@ def source() -> str:
 
 
 class ActionModule(ActionBase):
-    """Calls the module with one argument more."""
+    """Calls the module with one argument more, and with what the rules about an inventory hold it against."""
 
     TRANSFERS_FILES = False
 
@@ -37,5 +45,10 @@ class ActionModule(ActionBase):
         """Result of the module."""
         task_vars = task_vars or {}
         super().run(tmp, task_vars)
-        arguments = {**self._task.args, "pynvml": source()}
+        wanted = self._task.args.get("wanted")
+        if not isinstance(wanted, dict):
+            raise AnsibleActionFail("gpu_host_preflight: wanted is no map; roles/gpu_host/tasks/main.yml has its keys.")
+        asked = (wanted.get(key) for key in ("engine", "instances", "defaults"))
+        known = declared.known(*asked, task_vars)
+        arguments = {**self._task.args, "wanted": {**wanted, **known}, "pynvml": source()}
         return dict(self._execute_module(module_name="gpu_host_preflight", module_args=arguments, task_vars=task_vars))

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 
+from ansible.module_utils import gpu_host_words as words
+
 Map = dict[str, Any]
+shown = words.shown
 
 BLOCK, WARN, INFO = "block", "warn", "info"
 
@@ -153,11 +156,6 @@ def version(text: Any) -> tuple[int, ...]:
 def whole(value: Any) -> TypeGuard[int]:
     """Whether it is a whole number; YAML's true is none."""
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def shown(value: Any) -> str:
-    """A value of the inventory in a message."""
-    return "nothing" if value is None else repr(value)
 
 
 def on_gpus(case: Case) -> bool:

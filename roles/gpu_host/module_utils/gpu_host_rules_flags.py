@@ -19,25 +19,10 @@ from ansible.module_utils.gpu_host_rules import (
     shown,
     whole,
 )
+from ansible.module_utils.gpu_host_words import SECRET_FLAGS, kind
+from ansible.module_utils.gpu_units_owned import OWNED_ENV, OWNED_FLAGS
 
-# Flags that the toolkit writes itself, and the key that says the same.
-OWNED_FLAGS = {
-    "host": "address",
-    "port": "port",
-    "model": "model_path",
-    "model-path": "model_path",
-    "config": "args",
-    "base-gpu-id": "gpus",
-    "speculative-algorithm": "mode",
-    "speculative-draft-model-path": "draft_model_path",
-    "speculative-draft-model": "draft_model_path",
-    "speculative-ddtree-budget": "budget",
-    "speculative-ddtree-topk": "topk",
-    "speculative-ddtree-spine": "spine",
-    "speculative-ddtree-shadow-linear": "mode",
-}
-OWNED_ENV = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
-SECRET_FLAGS = ("api-key", "admin-api-key", "ssl-keyfile-password")
+SPELLING = re.compile(r"[a-z0-9][a-z0-9-]*")
 SECRET_ENV = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL)S?$")
 
 
@@ -149,14 +134,14 @@ def backend_auto(case: Case) -> Iterator[Hit]:
 def args_malformed(case: Case) -> Iterator[Hit]:
     """args and env are maps of plain values with usable names."""
     for at, instance in enumerate(case.instances):
-        for key, pattern in (("args", r"[a-z0-9][a-z0-9-]*"), ("env", r"[A-Za-z_][A-Za-z0-9_]*")):
+        for key, pattern in (("args", SPELLING), ("env", re.compile(r"[A-Za-z_][A-Za-z0-9_]*"))):
             values = instance.get(key)
             if not isinstance(values, dict):
                 yield Hit(
                     label(instance, at),
-                    f"{key} is {shown(values)}",
-                    "a map",
-                    f"Write {key}: {{}} for it in {case.where}.",
+                    f"{key} is {kind(values)}: {shown(values)}",
+                    "a map, name: value",
+                    f"Write it as {key}: {_as_map(values, key)} for it in {case.where} or in gpu_units_defaults.",
                 )
                 continue
             for name, value in values.items():
@@ -168,13 +153,34 @@ def args_malformed(case: Case) -> Iterator[Hit]:
                     and isinstance(value, list)
                     and all(isinstance(one, (str, int, float)) for one in value)
                 )
-                if not re.fullmatch(pattern, spelling) or not (plain or listed):
+                if not pattern.fullmatch(spelling) or not (plain or listed):
                     yield Hit(
                         label(instance, at),
-                        f"{key}: {name}: {shown(value)}",
-                        "a flag with one plain value" if key == "args" else "a variable with one plain value",
-                        f"Correct it in {case.where}.",
+                        f"{key}: {name}: {shown(value, spelling)}",
+                        _plain_told(key, value),
+                        f"Correct {key} of it in {case.where} or in gpu_units_defaults.",
                     )
+
+
+def _plain_told(key: str, value: object) -> str:
+    if isinstance(value, dict) and key == "args":
+        return "a flag with one plain value; a map for the engine is written as JSON in quotes"
+    return "a flag with one plain value" if key == "args" else "a variable with one plain value"
+
+
+def _as_map(given: object, key: str) -> str:
+    """Words of a command line or of an env file as the map that they would be; an example for anything else."""
+    words = given.split() if isinstance(given, str) else given
+    found: list[str] = []
+    for word in words if isinstance(words, list) else []:
+        name, sign, value = str(word).partition("=")
+        if sign or name.startswith("--"):
+            secret = flag(name) in SECRET_FLAGS or SECRET_ENV.search(name.upper())
+            found.append(f"{flag(name) if key == 'args' else name}: {'..' if secret else value or 'true'}")
+        elif found and found[-1].endswith(": true"):
+            found[-1] = found[-1].removesuffix("true") + name
+    example = "context-length: 8192" if key == "args" else "NCCL_DEBUG: INFO"
+    return f"{{{', '.join(found) or example}}}"
 
 
 @rule(
@@ -187,13 +193,17 @@ def args_malformed(case: Case) -> Iterator[Hit]:
 def args_owned(case: Case) -> Iterator[Hit]:
     """Flags and variables that have a key of their own are not set under args or env."""
     for at, instance in enumerate(case.instances):
-        for name in sorted(set(args_of(instance)) & set(OWNED_FLAGS)):
-            yield Hit(
-                label(instance, at),
-                f"{name} under args",
-                f"the key {OWNED_FLAGS[name]}",
-                f"Set {OWNED_FLAGS[name]} for it in {case.where} and remove {name} from args.",
+        for name in sorted(set(args_of(instance)) - set(SECRET_FLAGS)):
+            key = OWNED_FLAGS.get(
+                str((case.wanted.get("flags") or {}).get(name, {}).get("flag", name)), OWNED_FLAGS.get(name)
             )
+            if key:
+                yield Hit(
+                    label(instance, at),
+                    f"{name} under args",
+                    f"the key {key}",
+                    f"Set {key} for it in {case.where} and remove {name} from args.",
+                )
         env = instance.get("env")
         for name in sorted(set(env if isinstance(env, dict) else {}) & set(OWNED_ENV)):
             yield Hit(

@@ -9,7 +9,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ansible.module_utils.gpu_host_rules import BLOCK, KEYS, MODES, Case, Hit, args_of, label, rule, shown, whole
+from ansible.module_utils.gpu_host_rules import BLOCK, KEYS, MODES, Case, Hit, Map, args_of, label, rule, shown, whole
+from ansible.module_utils.gpu_host_rules_inventory import unknown_key
+from ansible.module_utils.gpu_host_words import meant, near
 
 PARALLEL = {
     "tp-size": ("tp-size", "tensor-parallel-size"),
@@ -18,6 +20,7 @@ PARALLEL = {
 }
 # sglang 0.5.11, server_args.py: port + 10000 must be a port too.
 MAX_PORT = 55535
+GRPC_PORT = "SGLANG_GRPC_PORT"
 # A unit's instance name without escapes; no dot, since NAME.baseline is the baseline of NAME.
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}\Z")
 HOST_NAME = re.compile(
@@ -38,12 +41,7 @@ def instance_key_unknown(case: Case) -> Iterator[Hit]:
     known = set(KEYS) | (set(map(str, defaults)) if isinstance(defaults, dict) else set())
     for at, instance in enumerate(case.instances):
         for key in sorted(set(map(str, instance)) - known):
-            yield Hit(
-                label(instance, at),
-                f"key {key!r}",
-                "only " + ", ".join(KEYS),
-                f"Remove or rename {key} in {case.where}; engine flags go under args.",
-            )
+            yield unknown_key(case, label(instance, at), key)
 
 
 @rule(
@@ -100,7 +98,7 @@ def mode_unknown(case: Case) -> Iterator[Hit]:
             yield Hit(
                 label(instance, at),
                 f"mode {shown(instance.get('mode'))}",
-                "one of " + ", ".join(MODES),
+                "one of " + ", ".join(MODES) + meant(near(str(instance.get("mode")), MODES, 1)),
                 f"Set mode: ddtree, or another of these, for it in {case.where} or in gpu_units_defaults.",
             )
 
@@ -108,20 +106,71 @@ def mode_unknown(case: Case) -> Iterator[Hit]:
 @rule(
     "port-bad",
     BLOCK,
-    "An engine listens on one TCP port above the privileged ones, and SGLang keeps the port 10000 above it for gRPC.",
+    "An engine listens on one TCP port above the privileged ones, and SGLang wants room for its gRPC port, 10000 above.",
     source="https://github.com/sgl-project/sglang/blob/v0.5.11/python/sglang/srt/server_args.py",
     needs_host=False,
 )
 def port_bad(case: Case) -> Iterator[Hit]:
-    """port is a whole number that a plain user may bind, with room for gRPC's above it."""
+    """port is a whole number that a plain user may bind, with room for gRPC's above it unless that one is named."""
     for at, instance in enumerate(case.instances):
-        port = instance.get("port")
-        if not whole(port) or not 1024 <= port <= MAX_PORT:
+        port, largest = instance.get("port"), 65535 if _env(instance).get(GRPC_PORT) else MAX_PORT
+        if not whole(port) or not 1024 <= port <= largest:
             yield Hit(
                 label(instance, at),
                 f"port {shown(port)}",
-                f"a whole number from 1024 to {MAX_PORT}",
+                f"a whole number from 1024 to {largest}",
                 f"Set port: {30000 + at} for it in {case.where}.",
+            )
+
+
+def _env(instance: Map) -> Map:
+    env = instance.get("env")
+    return env if isinstance(env, dict) else {}
+
+
+def inner_ports(instance: Map) -> dict[int, str]:
+    """Further ports that an engine binds, each with what for. One that it picks itself is free, and none of these.
+
+    Source: sglang 0.5.11, server_args.py (PortArgs, grpc_port) and data_parallel_controller.py.
+    """
+    args, env, port = args_of(instance), _env(instance), instance.get("port")
+    named = {name: args[name] for name in ("nccl-port", "grpc-http-sidecar-port") if whole(args.get(name))}
+    found = {number: name for name, number in named.items()}
+    if not whole(port):
+        return found
+    if str(env.get("SGLANG_ENABLE_GRPC", "")).lower() in ("1", "true", "yes", "y"):
+        given = str(env.get(GRPC_PORT, port + 10000))
+        found |= {int(given): "gRPC"} if given.isdecimal() else {}
+    if args.get("enable-dp-attention") is True and not {"dist-init-addr", "nccl-init-addr"} & set(args):
+        found |= {port + 13: "the handshake of enable-dp-attention"}
+        found |= dict.fromkeys(range(port + 233, port + 239), "messages of enable-dp-attention")
+    return found
+
+
+@rule(
+    "port-inner",
+    BLOCK,
+    "An engine binds further ports beside its own; the one that comes second finds its taken and dies at its start.",
+    source="https://github.com/sgl-project/sglang/blob/v0.5.11/python/sglang/srt/server_args.py",
+    needs_host=False,
+)
+def port_inner(case: Case) -> Iterator[Hit]:
+    """What an engine binds for itself is no port of another instance, nor its own."""
+    bound: dict[int, list[tuple[str, str]]] = {}
+    for at, instance in enumerate(case.instances):
+        own = {instance["port"]: "port"} if whole(instance.get("port")) else {}
+        for number, use in [*own.items(), *inner_ports(instance).items()]:
+            bound.setdefault(number, []).append((label(instance, at), use))
+    told = set()
+    for number, users in sorted(bound.items()):
+        names = " and ".join(dict.fromkeys(name for name, _ in users))
+        if len(users) > 1 and any(use != "port" for _, use in users) and names not in told:
+            told.add(names)
+            yield Hit(
+                names,
+                f"{number} is " + " and ".join(f"{use} of {name}" for name, use in users),
+                "each port for one purpose",
+                f"Give {users[-1][0]} a port at least 300 away, or name another one for {users[0][1]}, in {case.where}.",
             )
 
 
@@ -170,6 +219,8 @@ def gpus_bad(case: Case) -> Iterator[Hit]:
                 "no gpus on the cpu profile",
                 f"Write gpus: [] for it in {case.where}, or set gpu_host_profile: auto.",
             )
+        elif gpus in (None, []) and case.facts and not case.gpus:
+            continue  # gpu-none, or what hides them, says what to do about the host
         elif not isinstance(gpus, list) or not gpus:
             yield Hit(
                 label(instance, at),

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ansible.module_utils.gpu_host_rules import BLOCK, KEYS, PROFILES, Case, Hit, rule, shown
+from ansible.module_utils.gpu_host_rules import BLOCK, KEYS, PROFILES, WARN, Case, Hit, rule, shown
+from ansible.module_utils.gpu_host_words import kind, meant, near
+
+# gpu_units_render.HOME: units, links and the way back are written for this folder.
+ROOT = "/opt/sglang-fleet"
 
 
 @rule(
@@ -22,7 +26,7 @@ def engine_unknown(case: Case) -> Iterator[Hit]:
         yield Hit(
             "fleet_engine",
             shown(engine),
-            "one of " + ", ".join(engines),
+            "one of " + ", ".join(engines) + meant(near(str(engine), engines)),
             f"Set fleet_engine in {case.where} or its group.",
         )
 
@@ -59,18 +63,22 @@ def defaults_malformed(case: Case) -> Iterator[Hit]:
     if not isinstance(defaults, dict):
         yield Hit(
             "gpu_units_defaults",
-            type(defaults).__name__,
+            f"{kind(defaults)}: {shown(defaults)}",
             "a map of keys and values",
-            f"Write it as a map in {case.where} or its group.",
+            f"Write it in {case.where} or its group as gpu_units_defaults: {{mode: ddtree, model_path: /srv/models/target, "
+            "draft_model_path: /srv/models/drafter}.",
         )
         return
     for key in sorted(set(map(str, defaults)) - set(KEYS)):
-        yield Hit(
-            "gpu_units_defaults",
-            f"key {key!r}",
-            "only " + ", ".join(KEYS),
-            f"Remove or rename {key}; engine flags go under args.",
-        )
+        yield unknown_key(case, "gpu_units_defaults", key)
+
+
+def unknown_key(case: Case, thing: str, key: str) -> Hit:
+    """A key that no instance has, with the ones that look like it; a flag of the engine stands a level deeper."""
+    names = near(key, KEYS)
+    fix = f"Write {names[0]} instead of {key} in {case.where}" if names else f"Remove {key} in {case.where}"
+    flags = f", or as args: {{{key.replace('_', '-')}: ..}} if it is a flag of the engine"
+    return Hit(thing, f"key {key!r}", "only " + ", ".join(KEYS) + meant(names), f"{fix}{flags}.")
 
 
 @rule(
@@ -82,25 +90,94 @@ def defaults_malformed(case: Case) -> Iterator[Hit]:
 )
 def instances_malformed(case: Case) -> Iterator[Hit]:
     """gpu_units_instances is a list of maps with at least one entry."""
-    example = "- {name: gpu0, gpus: [0], port: 30000}"
+    cpu = case.wanted.get("profile") == "cpu"
+    example = "{name: cpu0, gpus: [], port: 30000}" if cpu else "{name: gpu0, gpus: [0], port: 30000}"
     instances = case.wanted.get("instances")
     if not isinstance(instances, list) or not instances:
-        observed = "no instance" if instances in (None, [], {}, "") else type(instances).__name__
-        yield Hit(
-            "gpu_units_instances",
-            observed,
-            "a list with at least one instance",
-            f"Add one in {case.where}, for example: {example}",
-        )
+        observed = f"{kind(instances)}: {shown(instances)}"
+        fix = f"Write in {case.where}: gpu_units_instances: [{example}]"
+        misspelt = [name for name, names in unread(case).items() if "gpu_units_instances" in names]
+        if instances in (None, [], {}, ""):
+            observed = f"no instance; {misspelt[0]} is set, which nothing reads" if misspelt else "no instance"
+        if misspelt:
+            fix = f"Rename {misspelt[0]} to gpu_units_instances in {case.where} or its group."
+        yield Hit("gpu_units_instances", observed, "a list with at least one instance", fix)
         return
     for at, instance in enumerate(instances):
         if not isinstance(instance, dict):
             yield Hit(
                 f"gpu_units_instances, entry {at + 1}",
-                shown(instance),
+                f"{kind(instance)}: {shown(instance)}",
                 "a map",
-                f"Write it in {case.where} as: {example}",
+                f"Write it in {case.where} as: - {example}",
             )
+
+
+def unread(case: Case) -> dict[str, list[str]]:
+    """Variables of the host that look like ours and that nothing reads, each with the names that may be meant."""
+    return dict(case.wanted.get("unread") or {})
+
+
+@rule(
+    "variable-unknown",
+    WARN,
+    "Nothing reads a variable of this name, so what is meant by it is not done, and a default holds instead.",
+    source="docs/operations.md",
+    needs_host=False,
+)
+def variable_unknown(case: Case) -> Iterator[Hit]:
+    """Variables with a prefix of ours, or a name that is nearly one of ours, are known."""
+    folder = case.where.rpartition("host_vars/")[0] or "."
+    for name, names in sorted(unread(case).items()):
+        if "gpu_units_instances" in names and not case.wanted.get("instances"):
+            continue  # said by instances-malformed
+        fix = f"Rename it to {names[0]}" if names else "Rename or remove it"
+        yield Hit(
+            "the host's variables",
+            name,
+            "an option of a role (roles/*/meta/argument_specs.yml)" + meant(names),
+            f"{fix} in {case.where} or its group: `grep -rn {name} {folder}` finds it.",
+        )
+
+
+@rule(
+    "path-relative",
+    BLOCK,
+    "A relative path is taken from wherever the program that reads it happens to run.",
+    source="docs/operations.md",
+    needs_host=False,
+)
+def path_relative(case: Case) -> Iterator[Hit]:
+    """Folders of the host are given from / or from a home (~) on."""
+    for name, given in sorted((case.wanted.get("paths") or {}).items()):
+        for path in given if isinstance(given, list) else [given]:
+            if path not in (None, "") and not (isinstance(path, str) and path.startswith(("/", "~"))):
+                yield Hit(
+                    name,
+                    shown(path),
+                    "an absolute path on the host",
+                    f"Write it from / on in {case.where} or its group, or leave {name} out for its default.",
+                )
+
+
+@rule(
+    "root-elsewhere",
+    BLOCK,
+    f"Units, links and the way back are written for {ROOT}: a release elsewhere is built and then not found by the swap.",
+    source="docs/architecture.md",
+    needs_host=False,
+)
+def root_elsewhere(case: Case) -> Iterator[Hit]:
+    """Releases are built where units look for them."""
+    root = (case.wanted.get("paths") or {}).get("sglang_venv_root")
+    if isinstance(root, str) and root.startswith("/") and root.rstrip("/") != ROOT:
+        yield Hit(
+            "sglang_venv_root",
+            root,
+            ROOT,
+            f"Remove it from {case.where} or its group. Where the room is elsewhere, bring it there on the host: "
+            f"`mkdir -p {root} {ROOT} && mount --bind {root} {ROOT}`, and /etc/fstab for the next boot.",
+        )
 
 
 @rule(
@@ -119,7 +196,7 @@ def waiver_unknown(case: Case) -> Iterator[Hit]:
             yield Hit(
                 "gpu_host_waivers",
                 str(name),
-                "one of " + ", ".join(sorted(known)),
+                "one of " + ", ".join(sorted(known)) + meant(near(str(name), known)),
                 f"Remove {name} from gpu_host_waivers in {case.where}.",
             )
         elif not isinstance(reason, str) or not reason.strip():

@@ -18,6 +18,7 @@ import re
 from typing import Any
 
 from ansible.module_utils import gpu_units_topology as places
+from ansible.module_utils.gpu_units_owned import OWNED_ENV, OWNED_FLAGS
 
 Data = dict[str, Any]
 
@@ -66,28 +67,8 @@ NVIDIA_SHARED = ("/dev/char/195:255", "char-nvidia-uvm", "char-nvidia-caps", "ch
 NVIDIA_ALL = ("char-nvidia-frontend", "char-nvidia")  # every GPU, by the name of older and newer drivers
 DEVICE_POLICIES = ("closed", "auto")
 
-# Flags that follow from an instance's keys: a second way to say the same could contradict the first.
-OWNED_FLAGS = {
-    "model-path": "model_path",
-    "model": "model_path",
-    "host": "address",
-    "port": "port",
-    "api-key": "api_key_file",
-    "admin-api-key": "api_key_file",
-    "config": "args",
-    "base-gpu-id": "gpus",
-    "speculative-algorithm": "mode",
-    "speculative-draft-model-path": "draft_model_path",
-    "speculative-draft-model": "draft_model_path",
-    "speculative-ddtree-budget": "budget",
-    "speculative-ddtree-topk": "topk",
-    "speculative-ddtree-spine": "spine",
-    "speculative-ddtree-shadow-linear": "mode",
-}
 AUTO_BUDGET = "auto"
 """The engine chooses the budget from what a step costs and gives."""
-
-OWNED_ENV = {"CUDA_VISIBLE_DEVICES": "gpus", "CUDA_DEVICE_ORDER": "gpus"}
 
 # Everything that the engine compiles or unpacks stays in the release: a new one starts clean, an old one finds its own.
 CACHE_ENV = {
