@@ -198,7 +198,7 @@ def check_room(plan: Mapping[str, Any], options: Options, adoption: Adoption | N
         if free < amount:
             raise BuildError(
                 f"disk full: the release needs {amount} bytes ({amount / 2**30:.1f} GiB) below {path}, {free} bytes are free. "
-                f"Free some space there, or move sglang_venv_root or sglang_venv_uv_cache to a larger file system"
+                f"Free some space there, mount a larger file system there, or move sglang_venv_uv_cache to one"
             )
         if state.f_files and state.f_favail < files:
             raise BuildError(f"no inodes left: the release needs {files} below {path}, {state.f_favail} are free")
