@@ -25,6 +25,7 @@ from tests.patches.test_release import small_engine
 TARGET, DRAFTER = "/srv/sglang-fleet-models/nano/target", "/srv/sglang-fleet-models/nano/draft"
 DEFAULTS = {"mode": "ddtree", "model_path": TARGET, "draft_model_path": DRAFTER, "budget": 15, "topk": 8}
 RECORDED = REPO / "tests/unit/data/gpu_host/h200.json"
+HYBRID = "/srv/sglang-fleet-models/nano-hybrid"
 MAX_TASKS = 60
 
 
@@ -91,8 +92,8 @@ BAD = {
     "page": Bad("page-size", ["page-size 16", "mode: dflash"], one(args={"page-size": 16})),
     "hybrid": Bad(
         "hybrid-radix",
-        ["/srv/hybrid/target and the radix cache as it is", "disable-radix-cache: true"],
-        one(model_path="/srv/hybrid/target", draft_model_path="/srv/hybrid/drafter"),
+        [f"{HYBRID}/target and the radix cache as it is", "disable-radix-cache: true"],
+        one(model_path=f"{HYBRID}/target", draft_model_path=f"{HYBRID}/draft"),
     ),
     "backend": Bad("backend-auto", ["attention-backend"], one(args={"attention_backend": "auto"})),
     "key": Bad("instance-key-unknown", ["'bugdet'"], one(bugdet=7)),
@@ -141,13 +142,6 @@ def bad_runs(bare: LabHost, tmp_path_factory: pytest.TempPathFactory) -> BadRuns
     recorded = json.loads(RECORDED.read_text())
     recorded["gpu"]["driver"] = "575.57.08"
     (folder / "old.json").write_text(json.dumps(recorded))
-    bare.ssh(
-        "mkdir -p /srv/hybrid/target /srv/hybrid/drafter && touch /srv/hybrid/target/model.safetensors && "
-        f"cp {DRAFTER}/* /srv/hybrid/drafter/ && tee /srv/hybrid/target/config.json",
-        stdin=json.dumps(
-            {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 4}
-        ),
-    )
     bare.ssh("systemd-run --unit=other -p Type=exec /usr/sbin/sshd -D -p 22222")
     variables = {name: dict(bad.variables) for name, bad in BAD.items()}
     variables["driver"]["gpu_host_facts_file"] = str(folder / "old.json")
@@ -159,7 +153,7 @@ def bad_runs(bare: LabHost, tmp_path_factory: pytest.TempPathFactory) -> BadRuns
     argv = [str(REPO / "bin/preflight"), "-i", str(inventory), "-l", ",".join(DOOR), "--json"]
     door = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     after = fingerprint(bare)
-    bare.ssh("systemctl stop other; rm -rf /srv/hybrid")
+    bare.ssh("systemctl stop other")
     return play, before, after, door
 
 
