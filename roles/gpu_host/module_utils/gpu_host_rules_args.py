@@ -15,7 +15,7 @@ from typing import Any
 from ansible.module_utils.gpu_host_rules import BLOCK, WARN, Case, Hit, Map, args_of, label, rule, shown
 from ansible.module_utils.gpu_host_rules_flags import SPELLING
 from ansible.module_utils.gpu_host_rules_instances import PARALLEL
-from ansible.module_utils.gpu_host_words import meant
+from ansible.module_utils.gpu_host_words import meant, near
 from ansible.module_utils.gpu_units_owned import OWNED_FLAGS
 
 PARSER = "https://github.com/sgl-project/sglang/blob/v0.5.11/python/sglang/srt/server_args_config_parser.py"
@@ -71,6 +71,22 @@ def expected(row: Map, value: Any) -> str | None:
     return None
 
 
+def meant_value(row: Map, value: Any) -> str | None:
+    """What was probably meant by a value that the engine refuses, as YAML; None without a guess."""
+    word, choices = str(value).lower(), list(map(str, row.get("choices") or []))
+    if row["type"] == "switch":
+        return {**dict.fromkeys(("yes", "on", "1"), "true"), **dict.fromkeys(("no", "off", "0"), "false")}.get(
+            word, word if word in ("true", "false") else None
+        )
+    if isinstance(value, bool):
+        found = [one for one in (("on", "yes") if value else ("off", "no")) if one in choices]
+        return json.dumps(found[0]) if found else None
+    if choices:
+        return (near(word, choices, 1, 0.6) or [None])[0]
+    number = re.match(r"\d+", word) if row["type"] in ("int", "size") and not isinstance(value, list) else None
+    return number[0] if number else None
+
+
 def _rows(case: Case) -> Iterator[tuple[str, str, Any, Map]]:
     """(instance, flag as it is written, value, what the engine knows of it); what another rule tells is left to it."""
     known = case.wanted.get("flags") or {}
@@ -114,12 +130,13 @@ def flag_value(case: Case) -> Iterator[Hit]:
     """Every value under args is one that the flag takes."""
     for thing, name, value, row in _rows(case):
         if "near" not in row and (wanted := expected(row, value)):
-            way = "Remove" if row["type"] == "command-line" else "Correct or remove"
+            guess = None if row["type"] == "command-line" else meant_value(row, value)
+            way = f"Write {name}: {guess}" if guess else f"Remove {name}, or give it such a value,"
             yield Hit(
                 thing,
                 f"{name}: {shown(value, name)}",
                 wanted,
-                f"{way} {name} under args in {case.where} or in gpu_units_defaults.",
+                f"{way} under args in {case.where} or in gpu_units_defaults.",
             )
 
 

@@ -75,10 +75,11 @@ def defaults_malformed(case: Case) -> Iterator[Hit]:
 
 def unknown_key(case: Case, thing: str, key: str) -> Hit:
     """A key that no instance has, with the ones that look like it; a flag of the engine stands a level deeper."""
-    names = near(key, KEYS)
-    fix = f"Write {names[0]} instead of {key} in {case.where}" if names else f"Remove {key} in {case.where}"
-    flags = f", or as args: {{{key.replace('_', '-')}: ..}} if it is a flag of the engine"
-    return Hit(thing, f"key {key!r}", "only " + ", ".join(KEYS) + meant(names), f"{fix}{flags}.")
+    names, place = near(key, KEYS), f"in {case.where} or its group"
+    way = f"Remove {key} {place}; a flag of the engine is written as args: {{{key.replace('_', '-')}: ..}}."
+    if names:
+        way = f"Write {names[0]} instead of {key} {place}."
+    return Hit(thing, f"key {key!r}", "only " + ", ".join(KEYS) + meant(names), way)
 
 
 @rule(
