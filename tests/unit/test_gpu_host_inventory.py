@@ -30,7 +30,10 @@ def test_what_the_engine_takes_is_not_refused(name: str) -> None:
 
 
 def test_a_host_without_a_gpu_is_told_one_cause() -> None:
-    assert [finding["id"] for finding in findings(NO_GPU_AT_ALL)] == ["gpu-none"]
+    (finding,) = findings(NO_GPU_AT_ALL)
+    assert finding["id"] == "gpu-none" and finding["fix"].endswith(
+        "gpu_host_profile: cpu, and gpus: [] for every instance"
+    )
 
 
 # --- the list of flags -------------------------------------------------------------------------------------------

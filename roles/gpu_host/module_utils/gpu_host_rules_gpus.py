@@ -12,7 +12,7 @@ from ansible.module_utils.gpu_host_rules import (
     WARN,
     Case,
     Hit,
-    called,
+    Map,
     inside,
     kernel,
     label,
@@ -23,14 +23,14 @@ from ansible.module_utils.gpu_host_rules import (
     version,
     wanted_gpus,
 )
-from ansible.module_utils.gpu_host_rules_bus import explained, fell_off, logged
+from ansible.module_utils.gpu_host_rules_bus import explained, fell_off, logged, on_each, several
 from ansible.module_utils.gpu_host_rules_driver import DRIVER, from_nvidia, no_driver_cause
 
 
 @rule(
     "gpu-none",
     BLOCK,
-    "The CPU profile is slow and for trials, so it has to be asked for and is never a fall-back.",
+    "Nothing is served without a GPU. The CPU profile is slow and for trials, so it is never a fall-back and has to be asked for.",
     source="https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/",
 )
 def gpu_none(case: Case) -> Iterator[Hit]:
@@ -50,7 +50,7 @@ def gpu_none(case: Case) -> Iterator[Hit]:
         fix = "Start the container with its GPUs (docker: `--gpus all`, LXC: nvidia.runtime: true), so that `nvidia-smi` works."
     elif gpu.get("error"):
         observed = f"the driver fails: {gpu['error']}"
-        fix = "Repair the driver until `nvidia-smi` works: `dmesg | grep -i nvrm` says why it does not."
+        fix = "Repair the driver until `nvidia-smi` works: `dmesg | grep -i nvrm` says why it does not; `systemctl reboot` if it hangs."
         if kernel(case) and not (kernel(case).get("modules") or {}).get("nvidia"):
             observed += "; the kernel module nvidia is not loaded"
             fix = (
@@ -72,7 +72,7 @@ def gpu_none(case: Case) -> Iterator[Hit]:
         "the host",
         observed,
         "at least one NVIDIA GPU",
-        f"{fix} If it is to serve on its CPU, write in {case.where}: gpu_host_profile: cpu",
+        f"{fix} If it is to serve on its CPU, {_cpu(case)}",
     )
 
 
@@ -84,15 +84,26 @@ def gpu_none(case: Case) -> Iterator[Hit]:
 )
 def gpu_capability(case: Case) -> Iterator[Hit]:
     """Every wanted GPU has a capability that a profile serves."""
+    kinds: dict[str | None, list[Map]] = {}
     for gpu in wanted_gpus(case):
         if gpu["compute_cap"] not in CAPABILITIES:
-            known = ", ".join(sorted(CAPABILITIES, key=version))
-            yield Hit(
-                f"GPU {gpu['index']} ({gpu['name']})",
-                f"compute capability {gpu['compute_cap']}",
-                f"one of {known}",
-                f"Leave GPU {gpu['index']} out of gpus in {case.where}.",
-            )
+            kinds.setdefault(gpu["compute_cap"], []).append(gpu)
+    for capability, gpus in kinds.items():
+        known = ", ".join(sorted(CAPABILITIES, key=version))
+        if capability is None:
+            look = "`nvidia-smi --query-gpu=index,name,compute_cap --format=csv`"
+            fix = f"{look} says it where the driver works; otherwise {on_kernel(case, '`systemctl reboot`')}."
+            yield Hit(several(gpus), "a compute capability that its driver does not tell", f"one of {known}", fix)
+            continue
+        indices = ", ".join(str(gpu["index"]) for gpu in gpus)
+        fix = f"Take GPU {indices} out of gpus in {case.where}; an instance that has no other goes with it."
+        if all(gpu["compute_cap"] not in CAPABILITIES for gpu in case.gpus):
+            fix = f"No card of this host is served: take the host out of the inventory, or, for trials on its CPU, {_cpu(case)}."
+        yield Hit(several(gpus), f"compute capability {capability}", f"one of {known}", fix)
+
+
+def _cpu(case: Case) -> str:
+    return f"write in {case.where}: gpu_host_profile: cpu"
 
 
 @rule(
@@ -165,15 +176,18 @@ def gpu_unknown(case: Case) -> Iterator[Hit]:
 )
 def gpu_mig(case: Case) -> Iterator[Hit]:
     """MIG is off on wanted GPUs."""
-    for gpu in wanted_gpus(case):
-        if gpu.get("mig"):
-            fix = f"`nvidia-smi -i {gpu['uuid']} -mig 0`, with nothing running on it; it may want `systemctl reboot` afterwards"
-            yield Hit(
-                called(gpu),
-                "MIG mode is on",
-                "MIG mode off",
-                f"{on_kernel(case, fix)}; or leave it out of gpus in {case.where}.",
-            )
+    sliced = [gpu for gpu in wanted_gpus(case) if gpu.get("mig")]
+    if sliced:
+        # Slices go before the mode does; where there are none these two say so and do nothing.
+        off = on_each(case, sliced, "nvidia-smi mig -dci {}; nvidia-smi mig -dgi {}; nvidia-smi {} -mig 0")
+        fix = f"{off}, with nothing running there; it may want `systemctl reboot` afterwards"
+        it = "it" if len(sliced) == 1 else "them"
+        yield Hit(
+            several(sliced),
+            "MIG mode is on",
+            "MIG mode off",
+            f"{on_kernel(case, fix)}; or leave {it} out of gpus in {case.where}.",
+        )
 
 
 @rule(
@@ -199,7 +213,7 @@ def gpu_compute_exclusive(case: Case) -> Iterator[Hit]:
 
 
 def _compute_mode(case: Case, mode: str) -> Iterator[Hit]:
-    for gpu in wanted_gpus(case):
-        if gpu.get("compute_mode") == mode:
-            fix = on_kernel(case, f"`nvidia-smi -i {gpu['uuid']} -c DEFAULT`")
-            yield Hit(called(gpu), f"compute mode {mode}", "compute mode default", f"{fix}.")
+    gpus = [gpu for gpu in wanted_gpus(case) if gpu.get("compute_mode") == mode]
+    if gpus:
+        fix = on_kernel(case, on_each(case, gpus, "nvidia-smi {} -c DEFAULT"))
+        yield Hit(several(gpus), f"compute mode {mode}", "compute mode default", f"{fix}.")
