@@ -16,8 +16,6 @@ import ast
 import base64
 import json
 import os
-import re
-import shlex
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,13 +28,15 @@ import yaml
 from ansible.module_utils import gpu_host_judge as judge
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.module_utils.gpu_host_rules import BLOCK, INFO, WARN
+from ansible.module_utils.gpu_host_rules_files import model_paths
 
-from fleet import backends, remote
+from fleet import backends, causes, declared, keyfiles, recording, remote
 from fleet.smoke import table
 
 REPO = Path(__file__).resolve().parent.parent
 ROLE = REPO / "roles" / "gpu_host"
 MARK = "FACTS "
+OLDEST_PYTHON = (3, 10)  # of the code that reads facts; what the roles need is a rule
 # Called on the host in place of a module.
 DOOR = f"""
 import json
@@ -63,10 +63,11 @@ def settings(host: str, variables: Mapping[str, Any]) -> Map:
     return {name.removeprefix("gpu_host_"): value for name, value in checked.validated_parameters.items()}
 
 
-def wanted(host: str, variables: Mapping[str, Any]) -> tuple[Map, Map]:
-    """(the inventory's side as the judge takes it, the role's options)."""
+def wanted(host: str, variables: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> tuple[Map, Map]:
+    """(the inventory's side as the judge takes it, the role's options). given: all variables of the host as they are written."""
     chosen = settings(host, variables)
-    folder = variables.get("inventory_dir")
+    names = ("fleet_engine", "gpu_units_instances", "gpu_units_defaults", "inventory_dir")
+    engine, instances, defaults, folder = (variables.get(name) for name in names)
     keys = (
         "profile",
         "pythons",
@@ -78,34 +79,37 @@ def wanted(host: str, variables: Mapping[str, Any]) -> tuple[Map, Map]:
         "waivers",
     )
     asked = {
-        "engine": variables.get("fleet_engine"),
+        "engine": engine,
         "engines": sorted(lock.parent.name for lock in (REPO / "engines").glob("*/lock.txt")),
-        "defaults": variables.get("gpu_units_defaults"),
-        "instances": variables.get("gpu_units_instances"),
-        "matrix": backends.asked(
-            *(variables.get(n) for n in ("fleet_engine", "gpu_units_instances", "gpu_units_defaults"))
-        ),
+        "defaults": defaults,
+        "instances": instances,
+        "matrix": backends.asked(engine, instances, defaults),
+        **declared.known(engine, instances, defaults, given or variables),
+        "key_files": keyfiles.found(instances, defaults, folder),
         "root": chosen["root"],
-        "where": near(Path(folder) / "host_vars" / f"{host}.yml") if folder else None,
+        "where": remote.near(Path(folder) / "host_vars" / f"{host}.yml") if folder else None,
+        "reach": reach(host, variables),
+        "user": variables.get("gpu_units_user") or "sglang",
+        "groups": variables.get("gpu_units_groups") or [],
         **{key: chosen[key] for key in keys},
     }
     return asked, chosen
 
 
-def near(path: Path) -> str:
-    """A path as a person here would write it."""
-    short = os.path.relpath(path)
-    return str(path) if short.startswith("..") else short
+def reach(host: str, variables: Mapping[str, Any]) -> str:
+    """How ssh and scp name a host; empty for this machine."""
+    if variables.get("ansible_connection") == "local":
+        return ""
+    user = variables.get("ansible_user")
+    return f"{user}@{variables.get('ansible_host') or host}" if user else str(variables.get("ansible_host") or host)
 
 
-def recording(host: str, file: str) -> Map:
+def recorded(host: str, file: str) -> Map:
     """Facts that stand in for the host's own; empty without a file. Raises Misuse for a file that is none."""
-    if not file:
-        return {}
     try:
-        return dict(json.loads(Path(file).read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise remote.Misuse(f"{host}: gpu_host_facts_file {file} cannot be used: {error}") from error
+        return recording.read(file)
+    except recording.RecordingError as error:
+        raise remote.Misuse(f"{host}: {error}") from error
 
 
 # --- facts from the host -----------------------------------------------------------------------------------------
@@ -140,13 +144,14 @@ def pynvml() -> str:
 def program(asked: Map) -> str:
     """The gathering of one host's facts, as the text of a program."""
     instances = judge.instances_of(asked)
-    paths = {str(one.get(key)) for one in instances for key in ("model_path", "draft_model_path")}
     payload = {
         "root": asked["root"],
         "pythons": [str(version) for version in asked["pythons"]],
-        "models": sorted(path for path in paths if path.startswith("/")),
+        "models": model_paths(instances),
         "addresses": sorted({one["address"] for one in instances if isinstance(one.get("address"), str)}),
         "pynvml": pynvml(),
+        "user": str(asked["user"]),
+        "groups": [str(group) for group in asked["groups"]] if isinstance(asked["groups"], list) else [],
     }
     return remote.module_program({**sources("gpu_host_gather"), "gpu_host_door": DOOR}, "gpu_host_door", payload)
 
@@ -156,42 +161,44 @@ def probe(
 ) -> Map:
     """The verdict on one host. A host that gives no facts is judged by its inventory alone, and says so."""
     try:
-        out = remote.run_python(target, text, limit)
+        out = remote.run_python(target, text, limit, OLDEST_PYTHON)
         line = next((line for line in out.splitlines() if line.startswith(MARK)), None)
         if line is None:
             raise remote.Unreachable("the program that gathers facts printed none")
         facts = {**json.loads(line.removeprefix(MARK)), **stand_in}
-        return {**judge.judge(target.name, asked, facts), "gpus": [gpu["name"] for gpu in facts["gpu"]["gpus"]]}
+        return {**judged(target, asked, facts, bool(stand_in)), "gpus": [gpu["name"] for gpu in facts["gpu"]["gpus"]]}
     except remote.Unreachable as error:
         verdict = judge.judge(target.name, asked)
-        silent = no_facts(target, str(error).removeprefix("[Errno None] "), inventory)
+        silent = no_facts(target, error, inventory)
         return {**verdict, "ok": False, "findings": [silent, *verdict["findings"]], "gpus": []}
 
 
-def no_facts(target: remote.Target, told: str, inventory: Sequence[str]) -> Map:
+def judged(target: remote.Target, asked: Map, facts: Map, stand_in: bool) -> Map:
+    """The verdict. Raises Misuse where facts of a recording have a form that no rule knows."""
+    try:
+        return dict(judge.judge(target.name, asked, facts))
+    except recording.NO_FIT as error:
+        if not stand_in:
+            raise
+        file = str(target.variables.get("gpu_host_facts_file"))
+        raise remote.Misuse(f"{target.name}: {recording.no_fit(file, error)}") from error
+
+
+def no_facts(target: remote.Target, error: remote.Unreachable, inventory: Sequence[str]) -> Map:
     """The finding about a host that gave no facts: out of reach, or the program that reads them failed there."""
-    ping = f"`{' '.join(['ansible', target.name, *given(inventory)])} -m ansible.builtin.ping`"
-    fix = f"Repair it until {ping} answers."
-    if re.match(r"\w+(Error|Exception)\b", told):
-        fix = f"If {ping} answers, the host is fine and this is a fault of bin/preflight: report the line."
     return {
         "id": "host.reachable",
         "severity": BLOCK,
         "thing": f"facts of {target.address}",
-        "observed": told,
-        "expected": "an answer over SSH",
-        "fix": fix,
+        "observed": str(error),
+        "expected": error.expected,
+        "fix": causes.fix(target, error, inventory),
         "why": "A host that does not answer cannot be judged; its inventory was.",
         "source": "docs/checks.md",
     }
 
 
 # --- text --------------------------------------------------------------------------------------------------------
-
-
-def given(inventory: Sequence[str]) -> list[str]:
-    """The inventory options of a command that a person is told to call."""
-    return [word for one in inventory for word in ("-i", shlex.quote(one))]
 
 
 def devices(names: Sequence[str]) -> str:
@@ -210,7 +217,7 @@ def text_of(verdict: Map, inventory: Sequence[str], info: bool) -> Iterator[str]
     hidden = sum(finding["severity"] == INFO for finding in verdict["findings"])
     if hidden and not info:
         yield f"{hidden} more, only good to know: -v shows them."
-    words = ["-l", verdict["host"], *given(inventory)]
+    words = ["-l", verdict["host"], *remote.given(inventory)]
     if verdict["ok"]:
         yield f"Next: {' '.join(['ansible-playbook', 'site.yml', *words])}"
     else:
@@ -234,7 +241,10 @@ def table_of(verdicts: Sequence[Map], inventory: Sequence[str]) -> list[str]:
                 told if len(told) <= 90 else f"{told[:87]}...",
             )
         )
-    return [*table(rows), f"All of a host, with why and fix: {' '.join(['bin/preflight -l HOST', *given(inventory)])}"]
+    return [
+        *table(rows),
+        f"All of a host, with why and fix: {' '.join(['bin/preflight -l HOST', *remote.given(inventory)])}",
+    ]
 
 
 # --- command -----------------------------------------------------------------------------------------------------
@@ -245,6 +255,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="bin/preflight", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     remote.choosing_hosts(parser)
+    remote.asking_password(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="also what is only good to know")
     parser.add_argument("--json", action="store_true", help="print the verdicts as a JSON list")
     parser.add_argument(
@@ -257,18 +268,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     try:
         hosts = remote.targets(args.inventory, args.limit, "gpu_host_", "gpu_units_", "fleet_", "inventory_dir")
-        sides = [wanted(host.name, host.variables) for host in hosts]
+        hosts = remote.with_password(hosts, args.ask_become_pass)
+        sides = [wanted(host.name, host.variables, host.written) for host in hosts]
         calls = [
-            (host, program(asked), asked, recording(host.name, chosen["facts_file"]))
+            (host, program(asked), asked, recorded(host.name, chosen["facts_file"]))
             for host, (asked, chosen) in zip(hosts, sides, strict=True)
         ]
+        with ThreadPoolExecutor(max_workers=min(64, len(hosts))) as pool:
+            verdicts = list(pool.map(lambda c: probe(*c, limit=args.timeout, inventory=args.inventory), calls))
     except remote.Misuse as error:
         print(f"preflight: {error}", file=sys.stderr)
         return 2
-    with ThreadPoolExecutor(max_workers=min(64, len(hosts))) as pool:
-        verdicts = list(
-            pool.map(lambda c: probe(c[0], c[1], c[2], c[3], limit=args.timeout, inventory=args.inventory), calls)
-        )
     if args.json:
         out = [json.dumps(verdicts, indent=1)]
     elif len(verdicts) == 1:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ansible.module_utils.gpu_host_gather_shape import describe_shape
 
+from tests.unit.judge_cases_control import CONTROL
 from tests.unit.judge_cases_host import HOST, IN_LXC
 from tests.unit.judge_cases_inventory import INVENTORY
 from tests.unit.judge_cases_models import MODELS
@@ -61,6 +62,7 @@ NAMED = inventory(defaults={**good()[0]["defaults"], "env": {"CUDA_HOME": "/usr/
 
 # rule, what is done to the good host, words that the message has to hold
 BROKEN: list[tuple[str, Change, list[str]]] = [
+    *CONTROL,
     *MODELS,
     *HOST,
     *INVENTORY,

@@ -27,6 +27,7 @@ from tests.unit.judge_cases import (
     TRANSLATED,
     WITH,
 )
+from tests.unit.judge_cases_control import QUIET_CONTROL
 from tests.unit.judge_cases_host import IN_LXC, MISMATCH, QUIET_HOST, UNSIGNED, xid
 from tests.unit.judge_cases_models import QUIET_MODELS
 from tests.unit.judge_kit import (
@@ -105,6 +106,7 @@ def test_every_fix_has_a_command_or_names_the_file_to_edit(rule: str, change: Ch
 
 FP8 = inventory(defaults={**good()[0]["defaults"], "args": {"quantization": "fp8"}})
 QUIET: dict[str, Change] = {
+    **QUIET_CONTROL,
     **QUIET_MODELS,
     **QUIET_HOST,
     "a link that rests at idle": on_first(pcie={**gpu(0)["pcie"], "gen": 1, "width": 16}),

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from ansible.module_utils import gpu_host_judge
 
-from fleet import preflight, remote
+from fleet import declared, preflight, remote
 from tests.unit.judge_kit import good
 
 HERE = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, "ansible_become": False}
@@ -30,7 +30,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.chdir(tmp_path)
 
     def write(**named: dict[str, Any]) -> list[str]:
-        (tmp_path / "fleet.yml").write_text(yaml.safe_dump({"all": {"hosts": named}}))
+        (tmp_path / "fleet.yml").write_text(yaml.safe_dump({"gpu_hosts": {"hosts": named}}))
         return ["-i", "fleet.yml"]
 
     return write
@@ -39,7 +39,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def facts(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
     """Every host answers with the facts of the good one."""
     told = preflight.MARK + json.dumps({**good()[1], **changed})
-    monkeypatch.setattr(remote, "run_python", lambda target, text, limit: f"motd\n{told}\n")
+    monkeypatch.setattr(remote, "run_python", lambda target, text, limit, least: f"motd\n{told}\n")
 
 
 GOOD = {
@@ -100,8 +100,9 @@ def test_a_host_that_does_not_answer_is_a_finding_beside_those_of_its_inventory(
     assert preflight.main(words) == 1
     told = capsys.readouterr().out
     assert "gone: preflight found 2 problems" in told
-    assert "block [host.reachable] facts of 127.0.0.1: Unable to connect to port 1 on 127.0.0.1; is the host up" in told
-    assert "fix: Repair it until `ansible gone -i fleet.yml -m ansible.builtin.ping` answers." in told
+    assert "block [host.reachable] facts of 127.0.0.1: 127.0.0.1 refuses connections to port 1; expected sshd on port 1" in told
+    assert "fix: On its console as root: `systemctl enable --now ssh`" in told
+    assert "host_vars/gone.yml as ansible_port: PORT" in told
     assert "block [port-bad]" in told
     assert "After the repair: bin/preflight -l gone -i fleet.yml" in told
     assert "Traceback" not in told
@@ -113,7 +114,7 @@ def test_a_fault_of_the_program_is_not_called_the_hosts(
     monkeypatch.setattr(preflight, "DOOR", "def main(payload):\n    raise KeyError('gpu')\n")
     assert preflight.main([*hosts(me={**HERE, **CPU})]) == 1
     told = capsys.readouterr().out
-    assert "KeyError: 'gpu'" in told and "a fault of bin/preflight" in told
+    assert "KeyError: 'gpu'" in told and "a fault of this program" in told
 
 
 def test_many_hosts_are_a_table(hosts: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,5 +164,6 @@ def test_the_door_and_the_play_ask_the_same(repo: Path) -> None:
     """Every key that the role's task hands to the module is handed to the judge by the door."""
     (task,) = yaml.safe_load((repo / "roles/gpu_host/tasks/main.yml").read_text())
     asked, _ = preflight.wanted("ct200", {"inventory_dir": str(repo / "inventory")})
-    assert set(asked) - {"root"} == set(task["gpu_host_preflight"]["wanted"])
+    added = {"root", "key_files", *declared.known(None, None, None, {})}  # by the module, and by its action plugin
+    assert set(asked) - added == set(task["gpu_host_preflight"]["wanted"])
     assert asked["where"] == "inventory/host_vars/ct200.yml"

@@ -22,7 +22,7 @@ from ansible.plugins.action import ActionBase
 REPO = Path(__file__).resolve().parents[3]
 if str(REPO) not in sys.path:
     sys.path.append(str(REPO))
-declared = import_module("fleet.declared")
+declared, keyfiles, recording = (import_module(f"fleet.{name}") for name in ("declared", "keyfiles", "recording"))
 
 
 def source() -> str:
@@ -50,5 +50,12 @@ class ActionModule(ActionBase):
             raise AnsibleActionFail("gpu_host_preflight: wanted is no map; roles/gpu_host/tasks/main.yml has its keys.")
         asked = (wanted.get(key) for key in ("engine", "instances", "defaults"))
         known = declared.known(*asked, task_vars)
+        known["key_files"] = keyfiles.found(
+            wanted.get("instances"), wanted.get("defaults"), task_vars.get("inventory_dir")
+        )
         arguments = {**self._task.args, "wanted": {**wanted, **known}, "pynvml": source()}
+        try:
+            arguments["stand_in"] = recording.read(arguments.pop("facts_file", "")) or None
+        except recording.RecordingError as error:
+            raise AnsibleActionFail(f"{self._task.args.get('host')}: {error}") from error
         return dict(self._execute_module(module_name="gpu_host_preflight", module_args=arguments, task_vars=task_vars))

@@ -32,6 +32,9 @@ options:
     description: File for the verdict as JSON. Not written in check mode.
     type: path
     required: true
+  facts_file:
+    description: A recording on the control machine. The action plugin reads it and hands it over as O(stand_in).
+    type: str
   stand_in:
     description:
       - Facts recorded on a real machine by C(gpu_host_gather.py --record). Every fact that the recording holds takes the place
@@ -147,6 +150,7 @@ def main() -> None:
             "wanted": {"type": "dict", "required": True},
             "root": {"type": "path", "required": True},
             "verdict_file": {"type": "path", "required": True},
+            "facts_file": {"type": "str"},
             "stand_in": {"type": "dict"},
             # Long, so it is kept out of the host's log.
             "pynvml": {"type": "str", "no_log": True},
@@ -156,12 +160,13 @@ def main() -> None:
     )
     wanted = module.params["wanted"]
     stand_in = module.params["stand_in"]
-    if stand_in and not {"recorded", "gpu", "nvcc"} <= set(stand_in):
-        module.fail_json(
-            msg=f"{module.params['host']}: gpu_host_facts_file is no recording; expected what gpu_host_gather.py --record writes"
-        )
     facts = facts_for(wanted, module.params["root"], stand_in, module.params["pynvml"])
-    verdict = judge(module.params["host"], {**wanted, "root": module.params["root"]}, facts)
+    try:
+        verdict = judge(module.params["host"], {**wanted, "root": module.params["root"]}, facts)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if not stand_in:
+            raise
+        module.fail_json(msg=f"{module.params['host']}: gpu_host_facts_file has not the form of a recording: {error!r}")
     python = next((one for one in facts["pythons"] if one["venv"]), None)
     result = {
         "changed": False,
