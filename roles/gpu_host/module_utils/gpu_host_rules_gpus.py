@@ -30,7 +30,7 @@ from ansible.module_utils.gpu_host_rules_driver import DRIVER, from_nvidia, no_d
 @rule(
     "gpu-none",
     BLOCK,
-    "Nothing is served without a GPU. The CPU profile is slow and for trials, so it is never a fall-back and has to be asked for.",
+    "Nothing is served without a GPU. The CPU profile is slow and for trials: it has to be asked for and is never a fall-back.",
     source="https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/",
 )
 def gpu_none(case: Case) -> Iterator[Hit]:
@@ -50,7 +50,7 @@ def gpu_none(case: Case) -> Iterator[Hit]:
         fix = "Start the container with its GPUs (docker: `--gpus all`, LXC: nvidia.runtime: true), so that `nvidia-smi` works."
     elif gpu.get("error"):
         observed = f"the driver fails: {gpu['error']}"
-        fix = "Repair the driver until `nvidia-smi` works: `dmesg | grep -i nvrm` says why it does not; `systemctl reboot` if it hangs."
+        fix = "Repair the driver until `nvidia-smi` works: `dmesg | grep -i nvrm` says why it does not. If it hangs, `systemctl reboot`."
         if kernel(case) and not (kernel(case).get("modules") or {}).get("nvidia"):
             observed += "; the kernel module nvidia is not loaded"
             fix = (
@@ -103,7 +103,8 @@ def gpu_capability(case: Case) -> Iterator[Hit]:
 
 
 def _cpu(case: Case) -> str:
-    return f"write in {case.where}: gpu_host_profile: cpu"
+    named = any(instance.get("gpus") for instance in case.instances)
+    return f"write in {case.where}: gpu_host_profile: cpu" + (", and gpus: [] for every instance" if named else "")
 
 
 @rule(
