@@ -17,6 +17,7 @@ import json
 import re
 import sys
 import textwrap
+from importlib import import_module
 from typing import Any
 
 HEAD = """\
@@ -97,10 +98,8 @@ def text(flags: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     """Print the file of the engine that this Python has."""
-    from sglang.srt.server_args import ServerArgs
-
     parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
+    import_module("sglang.srt.server_args").ServerArgs.add_cli_args(parser)
     sys.stdout.write(text(described(parser)))
 
 

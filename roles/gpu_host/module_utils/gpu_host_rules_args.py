@@ -82,7 +82,7 @@ def meant_value(row: Map, value: Any) -> str | None:
         found = [one for one in (("on", "yes") if value else ("off", "no")) if one in choices]
         return json.dumps(found[0]) if found else None
     if choices:
-        return (near(word, choices, 1, 0.6) or [None])[0]
+        return next(iter(near(word, choices, 1, 0.6)), None)
     number = re.match(r"\d+", word) if row["type"] in ("int", "size") and not isinstance(value, list) else None
     return number[0] if number else None
 

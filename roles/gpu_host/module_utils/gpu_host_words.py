@@ -45,7 +45,7 @@ def _plain(value: Any, name: str) -> Any:
 def kind(value: Any) -> str:
     """What a value is, in the words of YAML."""
     kinds = ((bool, "true or false"), ((int, float), "a number"), (str, "a text"), (list, "a list"), (dict, "a map"))
-    return next((word for types, word in kinds if isinstance(value, types)), "nothing")  # type: ignore[arg-type]
+    return next((word for types, word in kinds if isinstance(value, types)), "nothing")
 
 
 def near(word: str, known: Iterable[str], count: int = 3, least: float = 0.75) -> list[str]:
