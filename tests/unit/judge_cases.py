@@ -132,6 +132,11 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     ("disk-low", host(disk={"path": "/opt", "free": 3 * GIB, "total": 9 * GIB}), ["/opt", "3.0 GiB", "12 GiB"]),
     ("disk-low-for-upgrade", host(current="abc", disk={"path": "/opt", "free": 5 * GIB, "total": GIB}), ["5.0 GiB"]),
     ("shm-low", host(shm={"free": 1, "total": GIB // 16}), ["0.06 GiB", "remount"]),
+    (
+        "shm-low",
+        host(shm={"free": 1, "total": GIB // 16}),
+        ["echo 'tmpfs /dev/shm tmpfs nosuid,nodev,size=1024M 0 0' >> /etc/fstab"],
+    ),
     ("shm-low", host(shm=None), ["missing"]),
     ("port-busy", host(ports=[LISTENER]), ["gpu0", "30000", "process 77 (python)", "other.service"]),
     ("port-busy", host(ports=[{**LISTENER, "address": "0.0.0.0", "pid": None, "unit": None}]), ["not visible"]),
@@ -157,6 +162,7 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
         both(pair(), TRANSLATED),
         ["0-1", "iommu=pt", "/etc/default/grub", "update-grub", "DISABLE: 1"],
     ),
+    ("iommu-translated", both(pair(*range(8)), TRANSLATED), ["GPUs 0, 1, 2, 3, 4, 5, 6, 7 (28 pairs)"]),
     ("iommu-translated", both(pair(env={"NCCL_P2P_DISABLE": 1}), TRANSLATED), ["disable-custom-all-reduce"]),
     ("iommu-translated", both(pair(env={"NCCL_P2P_DISABLE": 0}), TRANSLATED, AS_H100), ["0-1", "iommu=pt"]),
     (
@@ -196,7 +202,11 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     ("pids-low", limits(pids_max=4096), ["4096", "16384", "kernel.pid_max"]),
     ("pids-low", both(IN_LXC, limits(pids_max=4096)), ["--pids-limit=-1"]),
     ("map-count-low", limits(map_count=1000), ["1000", "sysctl -w vm.max_map_count=1048576", "/etc/sysctl.d/"]),
-    ("clock-insane", clock(year=1970, before_build=True), ["1970", "chronyc makestep"]),
+    (
+        "clock-insane",
+        clock(year=1970, before_build=True, synchronized=False),
+        ["1970", 'ssh root@192.0.2.200 "date -s @$(date +%s)"', "chronyc makestep"],
+    ),
     (
         "clock-behind",
         clock(before_build=True, source=None),
@@ -251,7 +261,8 @@ GUEST = {"host-guest"}  # where a case is about a container or a VM
 WITH = {
     "p2p-deadlock": {"iommu-translated", "acs-redirect"},
     **dict.fromkeys(
-        ("driver-mismatch", "gpu-none", "gpu-mig", "memlock-low", "nofile-low", "pids-low", "systemd"), GUEST
+        ("driver-mismatch", "driver-old", "gpu-none", "gpu-mig", "memlock-low", "nofile-low", "pids-low", "systemd"),
+        GUEST,
     ),
     "gpus-bad": {"cpu-profile", "gpu-twice"},
     "gpu-twice": set(),

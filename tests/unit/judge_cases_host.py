@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from tests.unit.judge_kit import (
@@ -37,6 +38,11 @@ def xid(number: int, pci: str = gpu(0)["pci"], text: str = "") -> dict[str, Any]
 def system(name: str, **other: Any) -> Change:
     """A host of another distribution."""
     return host(platform={**good()[1]["platform"], "os": name, **other})
+
+
+def each(indices: Iterable[int], **keys: Any) -> Change:
+    """Set facts of several GPUs."""
+    return lambda _, facts: [facts["gpu"]["gpus"][index].update(keys) for index in indices] and None
 
 
 LINK = gpu(0)["pcie"]
@@ -154,6 +160,18 @@ HOST: list[tuple[str, Change, list[str]]] = [
         both(on_first(memory_used_mib=40000, idle=False), on_gpu(graphics=[{**BUSY, "pid": 900, "name": "Xorg"}])),
         ["40000 MiB used", "Xorg (900)", "systemctl isolate multi-user.target"],
     ),
+    ("driver-old", both(on_gpu(driver="550.54.14"), IN_LXC), ["the package nvidia-open, 580 or newer, by https://"]),
+    # several GPUs with one fault
+    ("gpu-compute-prohibited", each(range(8), compute_mode="prohibited"), ["GPU 0, 1, 2", "`nvidia-smi -c DEFAULT`"]),
+    (
+        "gpu-compute-prohibited",
+        each((0, 1), compute_mode="prohibited"),
+        [f"`for gpu in {UUID0} {gpu(1)['uuid']}; do nvidia-smi -i $gpu -c DEFAULT; done`"],
+    ),
+    ("gpu-mig", each(range(8), mig=True), ["`nvidia-smi mig -dci; nvidia-smi mig -dgi; nvidia-smi -mig 0`"]),
+    ("gpu-capability", each((2,), compute_cap=None), ["does not tell", "--query-gpu=index,name,compute_cap"]),
+    ("gpu-capability", each((2,), compute_cap="7.5"), ["GPU 2", "Take GPU 2 out of gpus"]),
+    ("gpu-capability", each(range(8), compute_cap="7.5"), ["No card of this host", "gpu_host_profile: cpu"]),
     # GPUs that do not answer
     (
         "gpu-lost",
@@ -162,7 +180,7 @@ HOST: list[tuple[str, Change, list[str]]] = [
             f"7 answer, {LOST3} does not: Xid 79 (it fell off the bus)",
             "off and on",
             "dmesg | grep -iE",
-            f"instance gpu4 gpus: [{gpu(4)['uuid']}]",
+            f"for instance gpu4 gpus: [{gpu(4)['uuid']}]",
             "take instance gpu3 out",
         ],
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -240,7 +241,8 @@ def test_a_host_without_the_library_is_told_in_the_loaders_words(tmp_path: Path)
     assert nvml.missing_library((str(tmp_path / "none.so"), "libc.so.6")) is None
 
 
-def test_the_packed_pynvml_is_the_real_one() -> None:
+def test_the_packed_pynvml_is_the_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "pynvml")  # a bare host has none, and it looks itself up there
     path = Path(__file__).parents[2] / "roles/gpu_host/action_plugins/gpu_host_preflight.py"
     spec = importlib.util.spec_from_file_location("preflight_plugin", path)
     assert spec and spec.loader
@@ -252,4 +254,5 @@ def test_the_packed_pynvml_is_the_real_one() -> None:
     assert loaded is not pynvml
     with pytest.raises(loaded.NVMLError):
         loaded.nvmlInit() if not Path("/dev/nvidiactl").exists() else loaded.nvmlDeviceGetHandleByIndex(10**6)
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml)
     assert nvml.load(None) is pynvml

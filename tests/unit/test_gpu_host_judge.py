@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ansible.module_utils import gpu_host_rules_python as rules_python
 from ansible.module_utils import gpu_host_rules_room as rules_room
 from ansible.module_utils import gpu_host_rules_system as rules_system
 from ansible.module_utils.gpu_host_judge import WAIVABLE, judge, lines, profile_of
-from ansible.module_utils.gpu_host_rules import BLOCK, RULES, Rule
+from ansible.module_utils.gpu_host_rules import BLOCK, RULES, Rule, boot_with
 
 from tests.unit.judge_cases import (
     BROKEN,
@@ -349,6 +350,17 @@ def test_pythons_and_the_size_of_a_release_are_those_of_the_locks(repo: Path) ->
         assert rules_room.SIZE.startswith(f"{engine['unpacked']['bytes'] / 1e9:.1f} GB ")
     assert set(rules_python.SOURCES) == set(rules_python.LOCK_PYTHONS)
     assert set(rules_python.SYSTEM_PYTHON.values()) <= set(rules_python.LOCK_PYTHONS)
+
+
+def test_a_boot_parameter_gets_where_grub_looks(tmp_path: Path) -> None:
+    grub = tmp_path / "grub"
+    grub.write_text('GRUB_DEFAULT=0\nGRUB_CMDLINE_LINUX_DEFAULT="quiet"\nGRUB_CMDLINE_LINUX="a=b"\n')
+    edit = boot_with("iommu=pt").strip("`").split(" && ")[0].replace("/etc/default/grub", str(grub))
+    subprocess.run(["sh", "-c", edit], check=True)
+    assert grub.read_text().splitlines()[1:] == [
+        'GRUB_CMDLINE_LINUX_DEFAULT="quiet"',
+        'GRUB_CMDLINE_LINUX="iommu=pt a=b"',
+    ]
 
 
 def test_glibc_is_what_the_locks_need(repo: Path) -> None:

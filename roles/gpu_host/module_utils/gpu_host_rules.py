@@ -212,6 +212,12 @@ def on_metal(case: Case, fix: str) -> str:
     return f"On the machine that runs this {'VM' if kind == 'vm' else kind}: {_small(fix)}" if kind else fix
 
 
+def boot_with(parameter: str) -> str:
+    """The command that adds a boot parameter and boots with it, where GRUB is the loader (Debian, Ubuntu)."""
+    edit = f"sed -i 's/^GRUB_CMDLINE_LINUX=\"/&{parameter} /' /etc/default/grub"
+    return f"`{edit} && update-grub && systemctl reboot`"
+
+
 def _small(text: str) -> str:
     return text[:1].lower() + text[1:]
 

@@ -13,7 +13,6 @@ from ansible.module_utils.gpu_host_rules import (
     Case,
     Hit,
     Map,
-    called,
     inside,
     label,
     on_gpus,
@@ -26,6 +25,21 @@ from ansible.module_utils.gpu_host_rules import (
 
 DEBUG_GUIDE = "https://docs.nvidia.com/deploy/gpu-debug-guidelines/index.html"
 FELL_OFF = 79  # Xid: the GPU has fallen off the bus
+
+
+def several(gpus: list[Map]) -> str:
+    """How messages name GPUs that share a fault: `GPU 0, 1 (NVIDIA H200)`."""
+    names = ", ".join(dict.fromkeys(str(gpu["name"]) for gpu in gpus))
+    return f"GPU {', '.join(str(gpu['index']) for gpu in gpus)} ({names})"
+
+
+def on_each(case: Case, gpus: list[Map], command: str) -> str:
+    """A command of nvidia-smi for each of these GPUs: `{}` is where its `-i UUID` stands, which is not needed for all of them."""
+    if len(gpus) == len(case.gpus):
+        return f"`{command.replace(' {}', '')}`"
+    if len(gpus) == 1:
+        return f"`{command.replace('{}', '-i ' + gpus[0]['uuid'])}`"
+    return f"`for gpu in {' '.join(gpu['uuid'] for gpu in gpus)}; do {command.replace('{}', '-i $gpu')}; done`"
 
 
 def bus(address: Any) -> tuple[int, ...]:
@@ -97,8 +111,8 @@ def explained(case: Case, asked: Any) -> bool:
     return bool(len(case.gpus) <= asked < len(case.gpus) + len(missing(case)))
 
 
-def _shifted(case: Case) -> Iterator[tuple[str, list[str] | None]]:
-    """Instances that a lost GPU concerns: (name, UUIDs to write instead, or None if it was on that GPU)."""
+def _shifted(case: Case) -> Iterator[tuple[str, list[str] | None, bool]]:
+    """Instances that a lost GPU concerns: (name, UUIDs to write instead, or None if it was on that GPU; has it others)."""
     for at, instance in enumerate(case.instances):
         asked = instance.get("gpus")
         named = [one for one in asked if whole(one) or isinstance(one, str)] if isinstance(asked, list) else []
@@ -109,7 +123,8 @@ def _shifted(case: Case) -> Iterator[tuple[str, list[str] | None]]:
             then = [meant(case, one) if whole(one) else case.gpu(one) for one in named]
             concerned = any(whole(one) and meant(case, one) != case.gpu(one) for one in named)
         if concerned or None in then:
-            yield label(instance, at), None if None in then else [gpu["uuid"] for gpu in then if gpu]
+            uuids = None if None in then else [gpu["uuid"] for gpu in then if gpu]
+            yield label(instance, at), uuids, len(named) > 1
 
 
 def _observed(case: Case) -> str:
@@ -137,10 +152,10 @@ def gpu_lost(case: Case) -> Iterator[Hit]:
     if not found:
         return
     known = missing(case)
-    write = [f"{name} gpus: [{', '.join(uuids)}]" for name, uuids in found if uuids and known]
-    out = [name for name, uuids in found if uuids is None]
-    steps = [f"write {'; '.join(write)}"] if write else []
-    steps += [f"take {', '.join(out)} out"] if out and known else []
+    write = [f"{name} gpus: [{', '.join(uuids)}]" for name, uuids, _ in found if uuids and known]
+    out = [f"{name} out" + (", or give it fewer GPUs" if many else "") for name, uuids, many in found if uuids is None]
+    steps = [f"write for {'; for '.join(write)}"] if write else []
+    steps += [f"take {'; '.join(out)}"] if out and known else []
     if not known:
         steps = ["name each instance's GPUs by UUID (`nvidia-smi -L` lists those that answer)"]
     instead = f" To serve without it, in {case.where}: {', and '.join(steps)}." if steps else ""
@@ -171,13 +186,14 @@ def gpu_fabric(case: Case) -> Iterator[Hit]:
     waiting = [gpu for gpu in wanted_gpus(case) if gpu.get("fabric") in ("not started", "in progress")]
     if waiting and inside(case) != "vm":
         driver = case.facts["gpu"].get("driver")
-        package = f"nvidia-fabricmanager={driver}-*" if driver else "nvidia-fabricmanager"
+        package = f"'nvidia-fabricmanager={driver}-*'" if driver else "nvidia-fabricmanager"
+        package += " nvlsm" if case.profile == "sm100" else ""  # boards from Blackwell on have a subnet manager too
         fix = (
             "`systemctl enable --now nvidia-fabricmanager && systemctl status nvidia-fabricmanager`. If there is no such "
-            f"unit, install it in the driver's version, from NVIDIA's repository: `apt-get install -y '{package}'`"
+            f"unit, install it in the driver's version, from NVIDIA's repository: `apt-get install -y {package}`"
         )
         yield Hit(
-            ", ".join(called(gpu) for gpu in waiting),
+            several(waiting),
             f"registration with the NVSwitch fabric is {waiting[0]['fabric']}",
             "completed (`nvidia-smi -q | grep -A1 Fabric`)",
             f"{on_kernel(case, fix)}.",

@@ -38,6 +38,8 @@ INSTALL_GUIDE = "https://docs.nvidia.com/datacenter/tesla/driver-installation-gu
 def from_nvidia(case: Case, package: str) -> str:
     """The command that installs a package of NVIDIA's repository on this distribution."""
     platform = case.facts["platform"]
+    if inside(case) == "container" and package == DRIVER:  # the outer machine may be of another distribution
+        return f"the package {DRIVER}, {case.wanted.get('min_driver')} or newer, by {INSTALL_GUIDE}"
     folder = REPOSITORIES.get(str(platform.get("os")))
     if folder is None:
         return f"install the package {package} from {REPOSITORY} with this distribution's package manager"

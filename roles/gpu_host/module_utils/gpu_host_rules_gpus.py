@@ -50,7 +50,7 @@ def gpu_none(case: Case) -> Iterator[Hit]:
         fix = "Start the container with its GPUs (docker: `--gpus all`, LXC: nvidia.runtime: true), so that `nvidia-smi` works."
     elif gpu.get("error"):
         observed = f"the driver fails: {gpu['error']}"
-        fix = "Repair the driver until `nvidia-smi` works: `dmesg | grep -i nvrm` says why it does not. If it hangs, `systemctl reboot`."
+        fix = "`dmesg | grep -i nvrm` says why. If `nvidia-smi` hangs, `systemctl reboot`; it has to work."
         if kernel(case) and not (kernel(case).get("modules") or {}).get("nvidia"):
             observed += "; the kernel module nvidia is not loaded"
             fix = (

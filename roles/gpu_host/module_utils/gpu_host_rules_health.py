@@ -18,7 +18,7 @@ from ansible.module_utils.gpu_host_rules import (
     rule,
     wanted_gpus,
 )
-from ansible.module_utils.gpu_host_rules_xids import MEMORY_GUIDE, reset, wants
+from ansible.module_utils.gpu_host_rules_xids import MEMORY_GUIDE, reset, reset_asked
 
 THROTTLES = {
     "sw_thermal": "too hot, slowed down by the driver",
@@ -57,7 +57,7 @@ def gpu_remap_pending(case: Case) -> Iterator[Hit]:
     """No row remapping waits for a reset."""
     for gpu in wanted_gpus(case):
         remapped = gpu.get("remapped") or {}
-        alone = wants(case, gpu) in (None, "none")  # else the reset is asked for already
+        alone = not reset_asked(case, gpu)
         if remapped.get("pending") and not remapped.get("failed") and alone:
             yield Hit(called(gpu), "the replacement of a memory row waits for a reset", "none", reset(case, gpu))
 
@@ -73,7 +73,7 @@ def gpu_throttled(case: Case) -> Iterator[Hit]:
     for gpu in wanted_gpus(case):
         reasons = [reason for reason in gpu.get("throttle") or [] if reason in THROTTLES]
         if reasons:
-            power = all(reason == "hw_power_brake" for reason in reasons)
+            power = "hw_power_brake" in reasons and not any("thermal" in reason for reason in reasons)
             part = (
                 "the power supplies and the card's power cables"
                 if power

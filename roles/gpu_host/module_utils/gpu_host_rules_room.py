@@ -27,9 +27,7 @@ NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "glusterfs", "beegfs
 
 
 # engines/*/engine.yml: a venv unpacked, whatever the profile, and docs/releases.md: one of links.
-SIZE = (
-    "8.6 GB on every profile (0.3 GB of it links, where sglang_venv_link_mode is symlink and the cache lies elsewhere)"
-)
+SIZE = "8.6 GB on every profile (0.3 GB where sglang_venv_link_mode is symlink and its cache is on another file system)"
 
 
 @rule(
@@ -136,7 +134,8 @@ def root_network(case: Case) -> Iterator[Hit]:
 
 def _remount(case: Case, option: str) -> str:
     there = case.facts["disk"]["path"]  # the folder of releases, or what is there of the way to it
-    return f'`mount -o remount,{option} "$(findmnt -no TARGET -T {there})"`, and the same in its line of /etc/fstab'
+    fix = f'`mount -o remount,{option} "$(findmnt -no TARGET -T {there})"`, and the same in its line of /etc/fstab'
+    return f"{fix}; if that is refused, on the machine that runs this container" if inside(case) == "container" else fix
 
 
 def _root(case: Case) -> tuple[str, Map]:
@@ -159,9 +158,10 @@ def shm_low(case: Case) -> Iterator[Hit]:
         yield Hit(SHM, "missing", "a tmpfs", f"`mkdir -p {SHM} && mount -t tmpfs tmpfs {SHM}`")
     elif shm["total"] < least * GIB:
         size = f"{least * 1024:.0f}"
-        fix = f"`mount -o remount,size={size}M {SHM}`, and the same size in /etc/fstab"
+        line = f"tmpfs {SHM} tmpfs nosuid,nodev,size={size}M 0 0"
+        fix = f"`mount -o remount,size={size}M {SHM}`; for later boots `echo '{line}' >> /etc/fstab`"
         if inside(case) == "container":
-            fix += f"; if that is refused, start the container with --shm-size={size}m"
+            fix = f"`mount -o remount,size={size}M {SHM}`; if that is refused, start the container with --shm-size={size}m"
         why = f", for an instance on {ranks} GPUs" if ranks and least == ranks else ""
         yield Hit(SHM, f"{shm['total'] / GIB:.2f} GiB in all", f"{least:g} GiB{why}", f"{fix}.")
 

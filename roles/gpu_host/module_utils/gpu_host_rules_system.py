@@ -12,6 +12,7 @@ from ansible.module_utils.gpu_host_rules import (
     WARN,
     Case,
     Hit,
+    boot_with,
     inside,
     kernel,
     on_kernel,
@@ -232,7 +233,7 @@ def clock_insane(case: Case) -> Iterator[Hit]:
     """The clock is not before this software's own time."""
     year = (case.facts.get("clock") or {}).get("year")
     if year is not None and year < MIN_YEAR:
-        yield Hit("the clock", f"year {year}", f"{MIN_YEAR} or later", on_kernel(case, _set_clock(case)))
+        yield Hit("the clock", f"year {year}", f"{MIN_YEAR} or later", on_kernel(case, _right_now(case)))
 
 
 @rule(
@@ -245,7 +246,7 @@ def clock_behind(case: Case) -> Iterator[Hit]:
     """The clock is not behind the system's own files."""
     clock = case.facts.get("clock") or {}
     if clock.get("before_build") and (clock.get("year") or 0) >= MIN_YEAR:
-        yield Hit("the clock", "earlier than files of the system", "later", on_kernel(case, _set_clock(case)))
+        yield Hit("the clock", "earlier than files of the system", "later", on_kernel(case, _right_now(case)))
 
 
 @rule(
@@ -257,16 +258,31 @@ def clock_behind(case: Case) -> Iterator[Hit]:
 def clock_unsynchronized(case: Case) -> Iterator[Hit]:
     """Something disciplines the clock."""
     clock = case.facts.get("clock") or {}
-    if clock.get("synchronized") is False:
+    wrong = (
+        clock.get("before_build") or (clock.get("year") or MIN_YEAR) < MIN_YEAR
+    )  # told already, with this step in it
+    if clock.get("synchronized") is False and not wrong:
         source = f"{clock['source']} runs and has not got there yet" if clock.get("source") else "no clock service runs"
         yield Hit("the clock", f"not synchronized; {source}", "synchronized", on_kernel(case, _set_clock(case)))
+
+
+def _right_now(case: Case) -> str:
+    """Set it by hand first: with a clock far off, packages and certificates are refused, and so is its own repair."""
+    reach = case.wanted.get("reach")
+    now = "date -s @$(date +%s)"
+    if reach and inside(case) != "container":
+        by_hand = f'`ssh {reach} "date -s @$(date +%s)"` from a machine whose clock is right'
+    else:
+        by_hand = f"set it, as with `{now}` over ssh from a machine whose clock is right"
+    return f"First {by_hand}; then, to keep it: {_set_clock(case)}"
 
 
 def _set_clock(case: Case) -> str:
     source = (case.facts.get("clock") or {}).get("source")
     if source == "chrony":
         return "`chronyc makestep`; `timedatectl` shows the result."
-    install = "" if source else "apt-get install -y systemd-timesyncd && " if case.facts["platform"]["apt"] else ""
+    own = case.facts["platform"]["apt"] and inside(case) != "container"  # what the outer machine has is not known
+    install = "apt-get update && apt-get install -y systemd-timesyncd && " if own and not source else ""
     return f"`{install}timedatectl set-ntp true`; `timedatectl` shows the result."
 
 
@@ -279,6 +295,5 @@ def _set_clock(case: Case) -> str:
 def cgroup_old(case: Case) -> Iterator[Hit]:
     """Control groups of version 2."""
     if kernel(case).get("cgroup") == 1:
-        line = "Add systemd.unified_cgroup_hierarchy=1 to GRUB_CMDLINE_LINUX in /etc/default/grub"
-        fix = f"{line}, then `update-grub && systemctl reboot`"
+        fix = boot_with("systemd.unified_cgroup_hierarchy=1")
         yield Hit("control groups", "version 1", "version 2", f"{on_kernel(case, fix)}.")

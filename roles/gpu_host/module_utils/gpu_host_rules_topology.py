@@ -14,6 +14,7 @@ from ansible.module_utils.gpu_host_rules import (
     Hit,
     Map,
     args_of,
+    boot_with,
     inside,
     kernel,
     label,
@@ -55,10 +56,15 @@ def _two(pair: Map) -> str:
     return f"{pair['a']}-{pair['b']}"
 
 
-IOMMU_OFF = (
-    "Add iommu=pt to GRUB_CMDLINE_LINUX in /etc/default/grub, then `update-grub && systemctl reboot` "
-    "(`cat /proc/cmdline` shows it afterwards)"
-)
+def _listed(found: list[Map]) -> str:
+    """Pairs of GPUs in a message; of many, how many and among which."""
+    if len(found) <= 6:
+        return ", ".join(map(_two, found))
+    ends = sorted({index for pair in found for index in (pair["a"], pair["b"])})
+    return f"{', '.join(map(str, ends))} ({len(found)} pairs)"
+
+
+IOMMU_OFF = f"{boot_with('iommu=pt')} (`cat /proc/cmdline` shows it afterwards)"
 
 
 def _forced(instance: Map) -> list[str]:
@@ -89,7 +95,7 @@ def p2p_deadlock(case: Case) -> Iterator[Hit]:
             yield Hit(
                 label(instance, at),
                 f"{' and '.join(asked).replace(' from ', ' under ')} ask for direct access between GPUs "
-                f"{', '.join(map(_two, direct))}, and {' and '.join(ways)}",
+                f"{_listed(direct)}, and {' and '.join(ways)}",
                 "no direct access, as its unit has it by itself here",
                 f"Remove {' and '.join(asked)} of it in {case.where}. If it is known to work here, write there: "
                 "gpu_host_waivers: {p2p-deadlock: why it works}.",
@@ -109,7 +115,7 @@ def iommu_translated(case: Case) -> Iterator[Hit]:
     for at, instance, direct in over_pcie(case) if iommu.get("mode") == "translated" else ():
         yield Hit(
             label(instance, at),
-            f"GPUs {', '.join(map(_two, direct))} exchange over PCIe and the IOMMU translates ({iommu.get('source')})",
+            f"GPUs {_listed(direct)} exchange over PCIe and the IOMMU translates ({iommu.get('source')})",
             "an IOMMU that passes through, or is off",
             f"{on_metal(case, IOMMU_OFF)}; or do without direct access: write {AROUND} for it in {case.where}.",
         )
@@ -128,7 +134,7 @@ def acs_redirect(case: Case) -> Iterator[Hit]:
         commands = " && ".join(f"setpci -s {bridge} ECAP_ACS+0x6.w=0000" for bridge in bridges)
         yield Hit(
             label(instance, at),
-            f"GPUs {', '.join(map(_two, direct))} exchange over PCIe below {len(bridges)} bridges with request redirect",
+            f"GPUs {_listed(direct)} exchange over PCIe below {len(bridges)} bridges with request redirect",
             "no redirect",
             f"{on_metal(case, f'`{commands}`, again after every boot, or ACS off in the firmware')}; or write {AROUND} for it in "
             f"{case.where}.",
@@ -151,7 +157,7 @@ def p2p_none(case: Case) -> Iterator[Hit]:
             why = ", ".join(sorted({str(pair["read"]) for pair in none}))
             yield Hit(
                 label(instance, at),
-                f"no direct access between GPUs {', '.join(map(_two, none))}: {why}",
+                f"no direct access between GPUs {_listed(none)}: {why}",
                 "direct access (`nvidia-smi topo -p2p r`)",
                 f"If each GPU can hold the model, give each an instance of its own in {case.where}; else nothing: its unit "
                 "exchanges through the host's memory by itself.",
@@ -181,7 +187,7 @@ def nvlink_broken(case: Case) -> Iterator[Hit]:
             look = " and ".join(f"`nvidia-smi nvlink -s -i {uuids[index]}`" for index in ends[:2])
             yield Hit(
                 label(instance, at),
-                f"no NVLink between GPUs {', '.join(map(_two, broken))}",
+                f"no NVLink between GPUs {_listed(broken)}",
                 "NVLink, as between the others",
                 on_metal(
                     case,

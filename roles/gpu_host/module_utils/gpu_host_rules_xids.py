@@ -196,6 +196,11 @@ def gpu_ecc_contained(case: Case) -> Iterator[Hit]:
             )
 
 
+def reset_asked(case: Case, gpu: Map) -> bool:
+    """Whether another finding asks for a reset of this GPU already."""
+    return wants(case, gpu) not in (None, "none") or bool(_uncorrected(gpu) and not _contained(case, gpu))
+
+
 def _open(case: Case, gpu: Map) -> dict[int, str]:
     """Fatal Xids that nothing says are over, or that another finding has."""
     if wants(case, gpu) is not None:
