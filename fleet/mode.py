@@ -76,6 +76,11 @@ def play(target: remote.Target, inventory: Sequence[str], name: str, mode: str, 
         variables = {"mode_instance": name, "mode_wanted": mode, "mode_report": str(report)}
         argv = ["ansible-playbook", str(ROOT / "playbooks/mode.yml"), *(w for i in inventory for w in ("-i", i))]
         argv += ["-l", target.name, "-e", json.dumps(variables)]
+        if target.become_password is not None:  # the play has no terminal to ask on
+            secret = Path(folder) / "become"
+            secret.touch(mode=0o600)
+            secret.write_text(target.become_password, encoding="utf-8")
+            argv += ["--become-password-file", str(secret)]
         code = run_logged(argv, log, view.line, view.wait)
         try:
             told = json.loads(report.read_text(encoding="utf-8"))
@@ -145,6 +150,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "-i", "--inventory", action="append", default=[], metavar="FILE", help="default: that of ansible.cfg"
     )
+    remote.asking_password(parser)
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     return parser.parse_args(argv)
 
@@ -154,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     try:
         target, inventory_mode = choose(args.inventory, args.host, args.instance, args.mode)
+        (target,) = remote.with_password([target], args.ask_become_pass)
         answer = verdict(target, args.instance, args.mode, inventory_mode)
         if answer["mode"] is None:
             words = ["ansible-playbook", "site.yml", "-l", target.name, *remote.given(args.inventory)]
@@ -164,7 +171,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mode: {error}", file=sys.stderr)
         return 2
     except remote.Unreachable as error:
-        print(f"mode: {args.host} gave no answer: {error}; fix: {causes.fix(target, error, args.inventory)}", file=sys.stderr)
+        print(
+            f"mode: {args.host} gave no answer: {error}; fix: {causes.fix(target, error, args.inventory)}",
+            file=sys.stderr,
+        )
         return 1
     print(json.dumps(answer, indent=1) if args.json else text_of(answer))
     return 0 if answer["ok"] else 1

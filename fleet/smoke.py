@@ -88,12 +88,30 @@ def probe(target: remote.Target, text: str, limit: float, inventory: Sequence[st
         return dict(judge.verdict(target.name, None, [failed], [], started, seconds))
 
 
-def none_of(verdicts: Sequence[Verdict], mode: str | None, instance: str | None) -> str:
+def planned(target: remote.Target) -> list[str]:
+    """Instances that the inventory has for a host; what is none is the preflight's to tell."""
+    instances = target.variables.get("gpu_units_instances")
+    return [str(one["name"]) for one in instances if isinstance(one, dict) and "name" in one] if instances else []
+
+
+def unknown(instance: str | None, hosts: Sequence[remote.Target], verdicts: Sequence[Verdict]) -> bool:
+    """Whether every host answered, and neither they nor their inventories know an instance of this name."""
+    return instance is not None and all(
+        "deployed" in verdict and instance not in (*verdict["deployed"], *planned(host))
+        for host, verdict in zip(hosts, verdicts, strict=True)
+    )
+
+
+def none_of(hosts: Sequence[remote.Target], verdicts: Sequence[Verdict], mode: str | None, instance: str | None) -> str:
     """That no host has such an instance, and which they have."""
     what = [f"named {instance}"] if instance else []
     what += [f"in mode {mode}"] if mode else []
-    had = ((v["host"], ", ".join(f"{name} ({one})" for name, one in v.get("deployed", {}).items())) for v in verdicts)
-    return f"no instance {' and '.join(what)}; " + "; ".join(f"{host} has {names or 'none'}" for host, names in had)
+    had = []
+    for host, verdict in zip(hosts, verdicts, strict=True):
+        names = [f"{name} ({one})" for name, one in verdict.get("deployed", {}).items()]
+        names = names or [f"{name} (not deployed)" for name in planned(host)]
+        had.append(f"{host.name} has {', '.join(names) or 'none'}")
+    return f"no instance {' and '.join(what)}; {'; '.join(had)}"
 
 
 # --- text --------------------------------------------------------------------------------------------------------
@@ -163,15 +181,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = hooks()
         if args.mode is not None and args.mode not in known["modes"]:
             raise remote.Misuse(f"unknown mode {args.mode!r}; known: {', '.join(known['modes'])}")
-        hosts = remote.targets(args.inventory, args.limit, "smoke_")
+        hosts = remote.targets(args.inventory, args.limit, "smoke_", "gpu_units_instances")
         hosts = remote.with_password(hosts, args.ask_become_pass)
         programs = [program(host, known, args.mode, args.instance, args.inventory) for host in hosts]
         print(f"smoke: probing {', '.join(h.name for h in hosts)}", file=sys.stderr)
         with ThreadPoolExecutor(max_workers=min(64, len(hosts))) as pool:
             verdicts = list(pool.map(lambda h, p: probe(h, p, args.timeout, args.inventory), hosts, programs))
         asked = [v for v in verdicts if v["checks"]]
-        if not asked:
-            raise remote.Misuse(none_of(verdicts, args.mode, args.instance))
+        if not asked or unknown(args.instance, hosts, verdicts):
+            raise remote.Misuse(none_of(hosts, verdicts, args.mode, args.instance))
     except remote.Misuse as error:
         print(f"smoke: {error}", file=sys.stderr)
         return 2

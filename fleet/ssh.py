@@ -96,6 +96,8 @@ def run(target: Target, command: str, stdin: str, limit: float) -> tuple[int, st
         except TimeoutError as error:
             raise causes.slow(target, limit) from error
         except (SSHException, OSError, EOFError) as error:
+            if "Timeout" in str(error):  # of a channel, which paramiko has no type for
+                raise causes.slow(target, limit) from error
             raise Unreachable(f"the connection broke while the program ran: {error or type(error).__name__}") from error
 
 

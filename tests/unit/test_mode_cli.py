@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -140,3 +141,25 @@ def test_live_reads_the_deployment_and_systemd(tmp_path: Path) -> None:
     deployed = [{"name": "gpu0", "mode": "ddtree", "unit": "sglang@gpu0.service"}]
     current.write_text(json.dumps({"release": "r1", "instances": deployed}))
     assert units.live(current, Systemd()) == {"release": "r1", "instances": state("gpu0", "ddtree")}
+
+
+def test_a_password_goes_to_the_play_by_a_file_that_is_gone_afterwards(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[Path] = []
+
+    def run(argv: list[str], log: Path, *_: Any) -> int:
+        seen.append(Path(argv[argv.index("--become-password-file") + 1]))
+        assert seen[0].read_text() == "hunter2"
+        assert seen[0].stat().st_mode & 0o077 == 0
+        assert "hunter2" not in " ".join(argv)
+        log.parent.mkdir(exist_ok=True)
+        log.write_text("what it said\n")
+        return 1
+
+    monkeypatch.setattr(mode, "run_logged", run)
+    monkeypatch.setattr(mode, "ROOT", tmp_path)
+    target = remote.Target("ct200", "192.0.2.200", become="root", become_password="hunter2")
+    done = mode.play(target, [], "gpu0", "dflash", mode.Progress(io.StringIO()))
+    assert (done["code"], done["failure"]) == (1, "what it said")
+    assert not seen[0].exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -255,3 +256,36 @@ def test_a_host_without_answer_fails_and_is_named(tmp_path: Path, capsys: pytest
     out = capsys.readouterr().out
     assert "gone: FAILED" in out
     assert "FAIL host.reachable" in out
+
+
+def test_an_instance_that_neither_host_nor_inventory_knows_is_misuse(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bare host has a failed check, but a misspelt name is told as that; a planned one fails as not deployed."""
+    bare = {**a_verdict(False), "deployed": {}}
+    one = remote.Target("ct200", "ct200", variables={"gpu_units_instances": [{"name": "gpu0"}, "junk"]})
+    monkeypatch.setattr(smoke.remote, "targets", lambda *_: [one])
+    monkeypatch.setattr(smoke, "probe", lambda *_: bare)
+    assert smoke.main(["--instance", "zz"]) == 2
+    assert capsys.readouterr().err.endswith("smoke: no instance named zz; ct200 has gpu0 (not deployed)\n")
+    assert smoke.main(["--instance", "gpu0"]) == 1
+    del bare["deployed"]  # it gave no answer, so nobody knows
+    assert smoke.main(["--instance", "zz"]) == 1
+
+
+def test_every_fix_of_a_verdict_is_filled_for_its_host_and_instance() -> None:
+    """Marks of the hooks are replaced by the command with the caller's inventory, the unit and the name."""
+    program = smoke.program(HERE, smoke.hooks(), None, None, ["a b.yml"])
+    assert "ansible-playbook site.yml -l here -i 'a b.yml'" in program.replace("\\'", "'")
+    hooks = smoke.hooks()
+    fixes = [row["fix"] for part in ("hooks", "backends") for row in hooks[part].values()]
+    assert all("site.yml" not in fix for fix in fixes), "{site} stands for the whole command"
+    assert all(re.findall(r"`[^`]+`", fix) for fix in fixes)
+    checks = [judge.check("a.b", False, "x", "y", "w", fix, "gpu0") for fix in fixes]
+    made = judge.verdict("ct200", "r", checks, [], "now", 1.0)
+    settings = {"host": "ct200", "site": "ansible-playbook site.yml -l ct200 -i f.yml"}
+    filled = smoke.run._filled(made, [{"name": "gpu0", "unit": "sglang@gpu0.service"}], settings)
+    for one in filled["checks"]:
+        assert not re.search(r"\{\w+\}|<\w+>", one["fix"]), one["fix"]
+        assert "-l ct200 -i f.yml" in one["fix"] or "sglang@gpu0.service" in one["fix"]
+    assert smoke.run.site_of({"host": "h"}) == "ansible-playbook site.yml -l h"
