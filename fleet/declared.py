@@ -65,7 +65,7 @@ def entry(name: str, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
     begun = [full for full in known if name and full.startswith(name)]
     if len(begun) == 1 and known[begun[0]]["type"] not in ("switch", "command-line"):
         return {**known[begun[0]], "short": True}
-    return {"near": near(name, known) or sorted(begun)[:3]}
+    return {"near": begun if len(begun) == 1 else near(name, known) or sorted(begun)[:3]}
 
 
 # --- variables ---------------------------------------------------------------------------------------------------

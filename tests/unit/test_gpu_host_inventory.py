@@ -85,7 +85,7 @@ def test_an_abbreviation_is_one_where_argparse_takes_it() -> None:
     assert known is not None
     assert declared.entry("tp-size", known)["flag"] == "tensor-parallel-size"
     assert declared.entry("tp", known)["short"]
-    assert declared.entry("enable-metric", known)["near"][0] == "enable-metrics"  # a switch's name is looked up whole
+    assert declared.entry("enable-nan", known)["near"] == ["enable-nan-detection"]  # a switch's name is looked up whole
     assert "attention-backend" in declared.entry("attention", known)["near"]  # the beginning of several
     assert declared.flags("sglang-0.5.11", "junk", [1]) == {}
 

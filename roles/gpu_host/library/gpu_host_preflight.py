@@ -21,6 +21,8 @@ options:
       - The inventory's side, with the keys V(engine), V(engines), V(profile), V(defaults), V(instances), V(min_driver),
         V(min_systemd), V(min_disk_gib), V(min_shm_gib), V(pythons), V(allow_any_address) and V(waivers); V(where) is the file
         that messages name, V(reach) how ssh reaches the host, empty for this machine, V(user) and V(groups) are the engines'.
+      - The action plugin adds V(flags), what the engine knows of the flags that instances name, V(unread), variables that nothing
+        reads, V(paths), folders of the host, and V(key_files), API keys of the controller.
       - Its values are judged by the rules, so that a wrong one is named together with everything else that is wrong.
     type: dict
     required: true
