@@ -140,6 +140,11 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     ("shm-low", host(shm=None), ["missing"]),
     ("port-busy", host(ports=[LISTENER]), ["gpu0", "30000", "process 77 (python)", "other.service"]),
     ("port-busy", host(ports=[{**LISTENER, "address": "0.0.0.0", "pid": None, "unit": None}]), ["not visible"]),
+    (
+        "port-busy",
+        host(ports=[{**LISTENER, "process": "docker-proxy", "unit": "docker.service"}]),
+        ["docker stop $(docker ps -q --filter publish=30000)"],
+    ),
     ("address-foreign", both(first(address="192.0.2.9"), host(bind={"192.0.2.9": "Cannot assign"})), ["192.0.2.9"]),
     ("hybrid-radix", GDN, ["mode ddtree", "disable-radix-cache", "extra_buffer"]),
     ("hybrid-tree", HYBRID, ["nemotron_h", "mode: dflash", "speculative-ddtree-allow-hybrid-unsafe"]),
@@ -201,7 +206,7 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     ("nofile-low", both(IN_LXC, limits(pid1_nofile=1024)), ["1024", "4096", "nofile=1048576"]),
     ("pids-low", limits(pids_max=4096), ["4096", "16384", "kernel.pid_max"]),
     ("pids-low", both(IN_LXC, limits(pids_max=4096)), ["--pids-limit=-1"]),
-    ("map-count-low", limits(map_count=1000), ["1000", "sysctl -w vm.max_map_count=1048576", "/etc/sysctl.d/"]),
+    ("map-count-low", limits(map_count=1000), ["1000", "'vm.max_map_count = 1048576' >> /etc/sysctl.d/"]),
     (
         "clock-insane",
         clock(year=1970, before_build=True, synchronized=False),

@@ -120,13 +120,17 @@ HOST: list[tuple[str, Change, list[str]]] = [
     ("gpu-xid-program", on_gpu(xids=[xid(31), xid(31), xid(43)]), ["Xid 31 (2 times), Xid 43 (1 times)"]),
     ("gpu-throttled", on_first(throttle=["hw_thermal", "hw_slowdown"]), ["too hot", "fans", "-q -d PERFORMANCE"]),
     ("gpu-throttled", on_first(throttle=["hw_power_brake"]), ["power brake", "power cables"]),
-    ("gpu-pcie-width", on_first(pcie={**LINK, "width": 8}), ["x8", "x16", "lspci -vv -s 01:00.0"]),
+    (
+        "gpu-pcie-width",
+        on_first(pcie={**LINK, "width": 8}),
+        ["x8", "x16", "`grep . /sys/bus/pci/devices/0000:01:00.0/*_link_*`"],
+    ),
     (
         "gpu-pcie-speed",
         both(
             on_first(pcie={**LINK, "gen": 3}, idle=False), on_gpu(processes=[{**BUSY, "unit": "sglang@gpu0.service"}])
         ),
-        ["generation 3", "generation 5", "lspci"],
+        ["generation 3", "generation 5", "0000:01:00.0/*_link_*"],
     ),
     ("gpu-pcie-slot", on_first(pcie={**LINK, "gen_max": 4}), ["generation 4 x16 in this slot", "generation 5 x16"]),
     ("gpu-persistence", on_first(persistence=False), ["GPU 0", "nvidia-persistenced"]),
@@ -142,12 +146,13 @@ HOST: list[tuple[str, Change, list[str]]] = [
     (
         "gpu-none",
         both(NO_GPU, system("debian 13")),
-        ["repos/debian13/x86_64/", "linux-headers-$(uname -r) nvidia-open"],
+        ["repos/debian13/x86_64/", "linux-image-amd64 linux-headers-amd64 nvidia-open"],
     ),
+    ("driver-old", both(on_gpu(driver="575.57.08"), kernel(release="6.8.12-9-pve")), ["proxmox-headers-$(uname -r)"]),
     (
         "driver-old",
         both(on_gpu(driver="575.57.08"), on_first(fabric="completed")),
-        ["nvidia-open nvidia-fabricmanager", "apt-get install -y curl ca-certificates"],
+        ["linux-headers-$(uname -r) nvidia-open nvidia-fabricmanager", "apt-get install -y curl ca-certificates"],
     ),
     ("driver-unsigned", both(UNSIGNED, system("debian 12")), ["mokutil --import /var/lib/dkms/mok.pub"]),
     (
@@ -161,6 +166,7 @@ HOST: list[tuple[str, Change, list[str]]] = [
         ["40000 MiB used", "Xorg (900)", "systemctl isolate multi-user.target"],
     ),
     ("driver-old", both(on_gpu(driver="550.54.14"), IN_LXC), ["the package nvidia-open, 580 or newer, by https://"]),
+    ("nvcc-missing", both(host(nvcc=None), system("debian 13")), ["debian13", "'^cuda-toolkit-13'"]),
     # several GPUs with one fault
     ("gpu-compute-prohibited", each(range(8), compute_mode="prohibited"), ["GPU 0, 1, 2", "`nvidia-smi -c DEFAULT`"]),
     (

@@ -47,12 +47,27 @@ def from_nvidia(case: Case, package: str) -> str:
     keyring = "cuda-keyring_1.1-1_all.deb"
     if package == DRIVER:
         # Its module is compiled here; the fabric manager of an NVSwitch board has to be of the driver's version.
-        package = f"linux-headers-$(uname -r) {package}" + (FABRIC if any(map(_on_fabric, case.gpus)) else "")
+        package = f"{headers(case)} {package}" + (FABRIC if any(map(_on_fabric, case.gpus)) else "")
     return (
         f"`apt-get update && apt-get install -y curl ca-certificates && "
         f"curl -fsSLO {REPOSITORY}/{folder}/{arch}/{keyring} && dpkg -i {keyring} && apt-get update && "
         f"apt-get install -y {package}`"
     )
+
+
+def headers(case: Case) -> str:
+    """The packages that a kernel module is compiled with.
+
+    Debian's archive drops those of kernels that it has replaced, so there the kernel of today comes along; the fix ends in a
+    reboot anyway.
+    """
+    platform = case.facts["platform"]
+    if "-pve" in str(kernel(case).get("release")):  # Proxmox calls itself Debian
+        return "proxmox-headers-$(uname -r)"
+    if not str(platform.get("os")).startswith("debian"):
+        return "linux-headers-$(uname -r)"
+    arch = "arm64" if platform["arch"] == "aarch64" else "amd64"
+    return f"linux-image-{arch} linux-headers-{arch}"
 
 
 def _on_fabric(gpu: Map) -> bool:

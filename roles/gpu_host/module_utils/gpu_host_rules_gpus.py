@@ -24,7 +24,7 @@ from ansible.module_utils.gpu_host_rules import (
     wanted_gpus,
 )
 from ansible.module_utils.gpu_host_rules_bus import explained, fell_off, logged, on_each, several
-from ansible.module_utils.gpu_host_rules_driver import DRIVER, from_nvidia, no_driver_cause
+from ansible.module_utils.gpu_host_rules_driver import DRIVER, from_nvidia, headers, no_driver_cause
 
 
 @rule(
@@ -54,8 +54,8 @@ def gpu_none(case: Case) -> Iterator[Hit]:
         if kernel(case) and not (kernel(case).get("modules") or {}).get("nvidia"):
             observed += "; the kernel module nvidia is not loaded"
             fix = (
-                "Load it: `modprobe nvidia && nvidia-smi`. If there is none for this kernel, `dkms status` shows it, and "
-                "`apt-get install -y linux-headers-$(uname -r) && dkms autoinstall && modprobe nvidia` builds it."
+                "Load it: `modprobe nvidia && nvidia-smi`. If there is none for this kernel (`dkms status`), build it: "
+                f"`apt-get update && apt-get install -y {headers(case)} && dkms autoinstall && systemctl reboot`."
             )
     elif gpu.get("nvidia_smi"):
         observed = "the driver lists no GPU"

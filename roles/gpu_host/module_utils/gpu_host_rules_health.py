@@ -18,6 +18,7 @@ from ansible.module_utils.gpu_host_rules import (
     rule,
     wanted_gpus,
 )
+from ansible.module_utils.gpu_host_rules_bus import logged
 from ansible.module_utils.gpu_host_rules_xids import MEMORY_GUIDE, reset, reset_asked
 
 THROTTLES = {
@@ -103,7 +104,7 @@ def gpu_pcie_width(case: Case) -> Iterator[Hit]:
                 called(gpu),
                 f"PCIe x{link['width']}",
                 f"x{link['width_max']}, as slot and card allow",
-                on_metal(case, f"Seat the card and its riser anew; `{_lspci(gpu)} | grep LnkSta:` shows the lanes."),
+                on_metal(case, f"Seat the card and its riser anew; {_links(gpu)} shows the lanes."),
             )
 
 
@@ -120,7 +121,7 @@ def gpu_pcie_speed(case: Case) -> Iterator[Hit]:
         link = gpu.get("pcie") or {}
         busy = gpu.get("idle") is False and gpu["uuid"] in computing
         if busy and link.get("gen") and link.get("gen_max") and link["gen"] < link["gen_max"]:
-            look = f"`{_lspci(gpu)} | grep LnkSta:`"
+            look = _links(gpu)
             yield Hit(
                 called(gpu),
                 f"PCIe generation {link['gen']} with a process on it",
@@ -153,13 +154,14 @@ def gpu_pcie_slot(case: Case) -> Iterator[Hit]:
                 f"{could}, as the card could",
                 on_metal(
                     case,
-                    f"Move it to a better slot if there is one (`{_lspci(gpu)} | grep LnkCap:`); otherwise nothing.",
+                    f"Move it to a better slot if there is one ({_links(gpu)}); otherwise nothing.",
                 ),
             )
 
 
-def _lspci(gpu: Map) -> str:
-    return f"lspci -vv -s {gpu['pci'].split(':', 1)[-1]}"
+def _links(gpu: Map) -> str:
+    """The command that shows a link's speed and width, now and at most; without pciutils, without root."""
+    return f"`grep . /sys/bus/pci/devices/{logged(gpu['pci'])}.0/*_link_*`"
 
 
 @rule(

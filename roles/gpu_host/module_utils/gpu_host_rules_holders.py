@@ -111,7 +111,7 @@ def gpu_memory_held(case: Case) -> Iterator[Hit]:
     for gpu in wanted_gpus(case):
         used = gpu.get("memory_used_mib") or 0
         if gpu["uuid"] not in holders and used > HELD_MIB:
-            look = "`nvidia-smi` and `fuser -v /dev/nvidia*` name it"
+            look = "`nvidia-smi`, or by process number `grep -l /dev/nvidia /proc/[0-9]*/maps`"
             where = "On the machine that runs this container" if inside(case) == "container" else "On the host"
             yield Hit(
                 f"GPU {gpu['index']} ({gpu['uuid']})",

@@ -40,6 +40,8 @@ def port_busy(case: Case) -> Iterator[Hit]:
 
 
 def _end(listener: Map) -> str:
+    if listener["process"] == "docker-proxy":  # Docker would start it again
+        return f"Stop its container (`docker stop $(docker ps -q --filter publish={listener['port']})`)"
     if listener.get("unit"):
         return f"End it on the host (`systemctl stop {listener['unit']}`)"
     if listener["pid"]:

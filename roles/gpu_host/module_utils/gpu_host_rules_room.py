@@ -178,7 +178,8 @@ def hugepages_idle(case: Case) -> Iterator[Hit]:
     free = (pages.get("free") or 0) * (pages.get("size") or 0)
     total = (case.facts.get("limits") or {}).get("memory_total") or 0
     if total and free > total / 10:
-        fix = "`sysctl -w vm.nr_hugepages=0`, and out of /etc/sysctl.d and the kernel's command line"
+        where = "`grep -n hugepages /etc/sysctl.conf /etc/sysctl.d/* /etc/default/grub` shows what sets them at the next boot"
+        fix = f"`sysctl -w vm.nr_hugepages=0`; {where}"
         yield Hit(
             "huge pages",
             f"{free / GIB:.1f} of {total / GIB:.1f} GiB set aside and unused",

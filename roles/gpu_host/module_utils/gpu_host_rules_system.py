@@ -195,7 +195,7 @@ def pids_low(case: Case) -> Iterator[Hit]:
     """Room for the threads of all instances."""
     limit, least = _limit(case, "pids_max"), MIN_PIDS * max(1, len(case.instances))
     if limit is not None and limit < least:
-        fix = f"`sysctl -w kernel.pid_max=4194304` and the same line in {SYSCTL}"
+        fix = f"`echo 'kernel.pid_max = 4194304' >> {SYSCTL} && sysctl --system`"
         if inside(case) == "container":
             fix = "Start the container with `docker run --pids-limit=-1` or the like (LXC: without limits.processes)"
         yield Hit(
@@ -216,7 +216,7 @@ def map_count_low(case: Case) -> Iterator[Hit]:
     """vm.max_map_count is at least the kernel's default."""
     limit = _limit(case, "map_count")
     if limit is not None and limit < MIN_MAPS:
-        fix = f"`sysctl -w vm.max_map_count=1048576`, and vm.max_map_count=1048576 in {SYSCTL}"
+        fix = f"`echo 'vm.max_map_count = 1048576' >> {SYSCTL} && sysctl --system`"
         yield Hit("vm.max_map_count", str(limit), f"{MIN_MAPS} or more", f"{on_kernel(case, fix)}.")
 
 

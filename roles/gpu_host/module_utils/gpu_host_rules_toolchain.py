@@ -13,6 +13,14 @@ TOOLKIT = "cuda-toolkit-13-0"
 MIN_NVCC = {"sm120": "12.9", "sm100": "12.9", "sm90": "12.4"}
 
 
+def _install(case: Case) -> str:
+    """The command that installs the lock's toolkit."""
+    text = f"Install it: {from_nvidia(case, TOOLKIT)}"
+    if case.facts["platform"].get("os") == "debian 13":  # NVIDIA's repository for it is younger than CUDA 13.0
+        text += " (if apt has none, the oldest that `apt-cache search --names-only '^cuda-toolkit-13'` lists)"
+    return text
+
+
 def _remedy(case: Case) -> str:
     """How the right nvcc gets found: by name where it is installed, else by installing it."""
     nvcc: Map = case.facts.get("nvcc") or {}
@@ -21,7 +29,7 @@ def _remedy(case: Case) -> str:
         home = fitting[0].removesuffix("/bin/nvcc")
         return f"Write env: {{CUDA_HOME: {home}}} for each instance, or under gpu_units_defaults, in {case.where}."
     return (
-        f"Install it: {from_nvidia(case, TOOLKIT)}, then write env: {{CUDA_HOME: /usr/local/cuda-{CUDA}}} for each instance, or "
+        f"{_install(case)}, then write env: {{CUDA_HOME: /usr/local/cuda-{CUDA}}} for each instance, or "
         f"under gpu_units_defaults, in {case.where}."
     )
 
@@ -54,7 +62,7 @@ def nvcc_missing(case: Case) -> Iterator[Hit]:
             "nvcc",
             "not found on PATH or in /usr/local/cuda/bin",
             f"nvcc of CUDA {CUDA}",
-            f"Install it: {from_nvidia(case, TOOLKIT)}.",
+            f"{_install(case)}.",
         )
     elif not nvcc["path"]:
         yield Hit(
@@ -142,5 +150,5 @@ def python_headers_missing(case: Case) -> Iterator[Hit]:
             "Python.h",
             f"not installed for {python['path']}",
             f"the headers of Python {python['version']}",
-            f"`{'apt-get' if apt else 'dnf'} install -y {package}`, or the like for this interpreter.",
+            f"`{'apt-get update && apt-get' if apt else 'dnf'} install -y {package}`, or the like for this interpreter.",
         )
