@@ -13,7 +13,7 @@ import pytest
 import yaml
 from ansible.module_utils import (
     gpu_host_rules_args,
-    gpu_host_rules_instances,
+    gpu_host_rules_ports,
     gpu_host_rules_speculation,
     gpu_host_words,
 )
@@ -155,8 +155,8 @@ def _arguments(repo: Path) -> str:
 
 def test_inner_ports_are_few() -> None:
     one: dict[str, Any] = {"port": 30000, "args": {"enable-dp-attention": True, "nccl-port": 29000}, "env": {}}
-    assert sorted(gpu_host_rules_instances.inner_ports(one)) == [29000, 30013, *range(30233, 30239)]
-    assert gpu_host_rules_instances.inner_ports({"port": 30000, "args": {}, "env": {"SGLANG_GRPC_PORT": 1}}) == {}
+    assert sorted(gpu_host_rules_ports.inner_ports(one)) == [29000, 30013, *range(30233, 30239)]
+    assert gpu_host_rules_ports.inner_ports({"port": 30000, "args": {}, "env": {"SGLANG_GRPC_PORT": 1}}) == {}
 
 
 # --- words -------------------------------------------------------------------------------------------------------

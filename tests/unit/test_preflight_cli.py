@@ -100,7 +100,10 @@ def test_a_host_that_does_not_answer_is_a_finding_beside_those_of_its_inventory(
     assert preflight.main(words) == 1
     told = capsys.readouterr().out
     assert "gone: preflight found 2 problems" in told
-    assert "block [host.reachable] facts of 127.0.0.1: 127.0.0.1 refuses connections to port 1; expected sshd on port 1" in told
+    assert (
+        "block [host.reachable] facts of 127.0.0.1: 127.0.0.1 refuses connections to port 1; expected sshd on port 1"
+        in told
+    )
     assert "fix: On its console as root: `systemctl enable --now ssh`" in told
     assert "host_vars/gone.yml as ansible_port: PORT" in told
     assert "block [port-bad]" in told
