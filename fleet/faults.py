@@ -22,7 +22,12 @@ class Told:
     """What Ansible would have printed."""
 
     warnings: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
+    errors: list[tuple[str, str]] = field(default_factory=list)  # (what failed, why): one of each plugin that tried
+
+    def reasons(self) -> list[str]:
+        """Why a source could not be read, as the YAML plugin has it: others try the same file and understand it less."""
+        own = [why for what, why in self.errors if "'yaml'" in what]
+        return own or [why for _, why in self.errors[-1:]]
 
 
 @contextmanager
@@ -34,7 +39,7 @@ def collected() -> Iterator[Told]:
     kept = Display.warning, Display.error_as_warning
     try:
         Display.warning = lambda _, msg, *__, **___: told.warnings.append(str(msg))
-        Display.error_as_warning = lambda _, *__, exception, **___: told.errors.append(text(exception))
+        Display.error_as_warning = lambda _, msg, exception, **__: told.errors.append((str(msg), text(exception)))
         yield told
     finally:
         Display.warning, Display.error_as_warning = kept
@@ -103,6 +108,19 @@ def in_files(sources: Sequence[str]) -> str | None:
         fault = _not_a_map(node, "variables") if variables else _groups(node)
         if fault:
             return f"{whose}{_near(path)}:{fault}"
+    return None
+
+
+def unreadable(sources: Sequence[str], loader: Any) -> str | None:
+    """The first file that Ansible cannot take though its form is right: a vault without its password, an unknown tag."""
+    from ansible.errors import AnsibleError
+
+    for path, _ in _files(sources):
+        try:
+            loader.load_from_file(str(path), cache="none")
+        except AnsibleError as error:
+            vault = "vault" in str(error) and "; name its password file: `export ANSIBLE_VAULT_PASSWORD_FILE=FILE`"
+            return f"{_near(path)}: {text(error)}{vault or ''}"
     return None
 
 

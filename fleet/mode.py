@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from ansible.module_utils import gpu_host_judge as judge
 from ansible.module_utils import gpu_units_live as units
 
 from fleet import causes, remote
@@ -39,9 +40,8 @@ def modes() -> list[str]:
 
 def instances(target: remote.Target) -> dict[str, str]:
     """Mode by instance, as the inventory has them."""
-    given = target.variables
-    default = (given.get("gpu_units_defaults") or {}).get("mode", DEFAULT_MODE)
-    return {i["name"]: i.get("mode", default) for i in given.get("gpu_units_instances") or [] if "name" in i}
+    given = {key: target.variables.get(f"gpu_units_{key}") for key in ("instances", "defaults")}
+    return {str(i["name"]): str(i.get("mode") or DEFAULT_MODE) for i in judge.instances_of(given) if i.get("name")}
 
 
 def choose(inventory: Sequence[str], host: str, name: str, mode: str | None) -> tuple[remote.Target, str]:

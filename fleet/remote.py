@@ -87,7 +87,8 @@ def targets(inventory: Sequence[str], limit: str | None, *prefixes: str) -> list
             variables = VariableManager(loader=loader, inventory=manager)
             named = [(host.name, variables.get_vars(host=host)) for host in hosts]
         except AnsibleError as error:
-            reason = faults.in_files(sources) or "; ".join([faults.text(error), *told.errors[-1:]])
+            known = faults.in_files(sources) or faults.unreadable(sources, loader)
+            reason = known or "; ".join([faults.text(error), *told.reasons()])
             raise Misuse(f"the inventory cannot be used: {reason}") from error
     return [_templated(name, values, loader, prefixes) for name, values in named]
 

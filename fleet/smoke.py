@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 from ansible.module_utils import smoke_judge as judge
 from ansible.module_utils import smoke_run as run
+from ansible.module_utils.gpu_host_judge import instances_of
 
 from fleet import causes, remote
 
@@ -91,7 +92,7 @@ def probe(target: remote.Target, text: str, limit: float, inventory: Sequence[st
 def planned(target: remote.Target) -> list[str]:
     """Instances that the inventory has for a host; what is none is the preflight's to tell."""
     instances = target.variables.get("gpu_units_instances")
-    return [str(one["name"]) for one in instances if isinstance(one, dict) and "name" in one] if instances else []
+    return [str(one["name"]) for one in instances_of({"instances": instances}) if one.get("name")]
 
 
 def unknown(instance: str | None, hosts: Sequence[remote.Target], verdicts: Sequence[Verdict]) -> bool:

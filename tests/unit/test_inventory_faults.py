@@ -44,6 +44,9 @@ CASES = {
     "port": ("host_vars/ct200.yml", "a: 1\nansible_port: ssh\n", ["ct200: ansible_port is 'ssh'", "host_vars/ct200.yml:2"]),
     "hosts": ("hosts.yml", "gpu_hosts:\n  hosts:\n    - ct200\n", ["hosts.yml:3", "hosts of group gpu_hosts are a list"]),
     "brace": ("hosts.yml", "gpu_hosts:\n  hosts:\n    ct200: {a: 1\n", ["hosts.yml:4", "no valid YAML"]),
+    "itself": ("hosts.yml", "gpu_hosts:\n  children:\n    gpu_hosts:\n", ["hosts.yml", "can't add group to itself"]),
+    "vault": ("host_vars/ct200.yml", "$ANSIBLE_VAULT;1.1;AES256\n6262\n", ["ct200.yml: Attempting to decrypt", "_PASSWORD_FILE"]),
+    "tag": ("host_vars/ct200.yml", "a: !foo x\n", ["host_vars/ct200.yml", "constructor for the tag '!foo'"]),
     "key": ("hosts.yml", "gpu_hosts:\n  host:\n    ct200:\n", ["no host in hosts.yml", "unexpected key (host)"]),
     "become": (
         "host_vars/ct200.yml",

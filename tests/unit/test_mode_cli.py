@@ -163,3 +163,12 @@ def test_a_password_goes_to_the_play_by_a_file_that_is_gone_afterwards(
     done = mode.play(target, [], "gpu0", "dflash", mode.Progress(io.StringIO()))
     assert (done["code"], done["failure"]) == (1, "what it said")
     assert not seen[0].exists()
+
+
+@pytest.mark.parametrize("junk", [3.5, True, "x", [1], [[]], [{"name": None}], {"a": 1}])
+def test_junk_in_the_inventory_is_no_instance(junk: Any) -> None:
+    for name in ("gpu_units_instances", "gpu_units_defaults"):
+        variables = {"gpu_units_instances": [{"name": "gpu0"}], name: junk}
+        known = mode.instances(remote.Target("h", "h", variables=variables))
+        kept = name == "gpu_units_defaults" and isinstance(junk, dict)
+        assert known == ({"gpu0": "ddtree"} if kept else {})
