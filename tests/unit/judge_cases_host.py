@@ -46,6 +46,7 @@ def each(indices: Iterable[int], **keys: Any) -> Change:
 
 
 LINK = gpu(0)["pcie"]
+CUDA13 = "/usr/local/cuda-13.0/bin/nvcc"
 LOST3 = gpu(3)["pci"]
 NO_GPU = on_gpu(gpus=[], p2p=[], processes=[], nvidia_smi=None, driver=None, cuda_driver=None)
 IN_LXC = kernel(virt="container", virt_name="lxc")
@@ -167,6 +168,16 @@ HOST: list[tuple[str, Change, list[str]]] = [
     ),
     ("driver-old", both(on_gpu(driver="550.54.14"), IN_LXC), ["the package nvidia-open, 580 or newer, by https://"]),
     ("nvcc-missing", both(host(nvcc=None), system("debian 13")), ["debian13", "'^cuda-toolkit-13'"]),
+    ("gpu-busy", on_gpu(processes=[{**BUSY, "pid": None, "name": None, "memory_mib": None}]), ["container is on it"]),
+    ("gpu-mig", both(on_first(name=None, mig=True)), [f"GPU 0 ({UUID0})"]),
+    (
+        "nvcc-missing",
+        host(
+            nvcc={"path": None, "version": None, "cuda_home": None, "candidates": [{"path": CUDA13, "version": "13.0"}]}
+        ),
+        [f"only at {CUDA13}, where nothing looks", "env: {CUDA_HOME: /usr/local/cuda-13.0}"],
+    ),
+    ("nvcc-old", host(nvcc={"path": "/usr/bin/nvcc", "version": None}), ["one that tells no version at /usr/bin/nvcc"]),
     # several GPUs with one fault
     ("gpu-compute-prohibited", each(range(8), compute_mode="prohibited"), ["GPU 0, 1, 2", "`nvidia-smi -c DEFAULT`"]),
     (
@@ -324,6 +335,7 @@ HOST: list[tuple[str, Change, list[str]]] = [
 ]
 
 QUIET_HOST: dict[str, Change] = {
+    "a driver that does not tell its version": on_gpu(driver=None),
     "a card that a VM has": both(lose(7, driver="vfio-pci"), pair(0, 1)),
     "an old card without a driver": both(lose(0, driver=None, device="0x1b80"), pair(0, 1)),
     "cards of other containers": both(lose(7), BY_UUID, first(gpus=[0]), IN_LXC),

@@ -7,6 +7,7 @@ import copy
 import json
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,53 @@ def test_a_recorded_h200_is_sm90_and_a_busy_one_is_told() -> None:
         verdict = judge("ct200", wanted, facts)
         assert verdict["profile"] == "sm90"
         assert [finding["id"] for finding in verdict["findings"] if finding["severity"] == BLOCK] == blocks
+
+
+def blanks(facts: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where facts may be unknown: the values of maps that are no list or map, of lists those of the first entry."""
+    entries = facts.items() if isinstance(facts, dict) else enumerate(facts[:1]) if isinstance(facts, list) else ()
+    for key, value in entries:
+        if isinstance(value, (dict, list)):
+            yield from blanks(value, (*at, key))
+        elif isinstance(facts, dict) and key not in KNOWN:
+            yield (*at, key)
+
+
+# What is there wherever its map is, by how it is gathered.
+KNOWN = {"index", "pci", "uuid", "a", "b", "read", "write", "gpu_uuid", "xid", "free", "total", "path", "fix"}
+TOPICS = (
+    "gpu",
+    "nvcc",
+    "kernel",
+    "numa",
+    "limits",
+    "clock",
+    "libraries",
+    "secure_boot",
+    "systemd",
+    "shm",
+    "mounts",
+    "ports",
+)
+
+
+@pytest.mark.parametrize("recording", ["b200-8x", "rtx5090-2x", "h200"])
+def test_one_unknown_fact_neither_crashes_the_judge_nor_stands_as_none_in_a_message(recording: str) -> None:
+    wanted, own = good()
+    own["gpu"].update(processes=[{**BUSY, "user": "ann", "orphan": False}], xids=[xid(119)])
+    own["gpu"]["gpus"][0].update(recovery="reset", mig=True, throttle=["hw_thermal"], memory_used_mib=9000)
+    for facts in (own, {**good()[1], **json.loads((DATA / f"{recording}.json").read_text())}):
+        kind = [gpu["index"] for gpu in facts["gpu"]["gpus"]]
+        wanted["instances"] = [{"name": "all", "gpus": kind, "port": 30000, "args": {"tp-size": len(kind)}}]
+        for path in blanks({topic: facts[topic] for topic in TOPICS}):
+            unknown = copy.deepcopy(facts)
+            place = unknown
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = None
+            for finding in judge("ct200", wanted, unknown)["findings"]:
+                told = " ".join(str(finding[key]) for key in ("thing", "observed", "expected", "fix"))
+                assert not re.search(r"\bNone\b", told), (path, told)
 
 
 def test_junk_in_the_inventory_never_crashes_the_judge() -> None:

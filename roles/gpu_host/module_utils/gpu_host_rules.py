@@ -192,7 +192,7 @@ def spans(case: Case) -> Iterator[tuple[int, Map, list[Map]]]:
 
 def called(gpu: Map) -> str:
     """How messages name a GPU."""
-    return f"GPU {gpu['index']} ({gpu['name']})"
+    return f"GPU {gpu['index']} ({gpu['name'] or gpu['uuid']})"
 
 
 def inside(case: Case) -> str | None:

@@ -29,7 +29,7 @@ FELL_OFF = 79  # Xid: the GPU has fallen off the bus
 
 def several(gpus: list[Map]) -> str:
     """How messages name GPUs that share a fault: `GPU 0, 1 (NVIDIA H200)`."""
-    names = ", ".join(dict.fromkeys(str(gpu["name"]) for gpu in gpus))
+    names = ", ".join(dict.fromkeys(str(gpu["name"] or gpu["uuid"]) for gpu in gpus))
     return f"GPU {', '.join(str(gpu['index']) for gpu in gpus)} ({names})"
 
 

@@ -179,7 +179,7 @@ def driver_old(case: Case) -> Iterator[Hit]:
         return
     gpu, least = case.facts["gpu"], str(case.wanted.get("min_driver"))
     fix = on_kernel(case, f"Install the newest driver: {from_nvidia(case, DRIVER)}, then `systemctl reboot`.")
-    if version(gpu.get("driver")) < version(least):
+    if gpu.get("driver") and version(gpu["driver"]) < version(least):
         yield Hit("the NVIDIA driver", str(gpu.get("driver")), f"{least} or newer", fix)
     elif gpu.get("cuda_driver") and version(gpu["cuda_driver"]) < version(MIN_CUDA_DRIVER):
         yield Hit("the driver's CUDA", gpu["cuda_driver"], f"{MIN_CUDA_DRIVER} or newer", fix)

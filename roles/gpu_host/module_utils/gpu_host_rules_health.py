@@ -146,7 +146,8 @@ def gpu_pcie_slot(case: Case) -> Iterator[Hit]:
         pairs = [(link.get(f"{key}_max"), link.get(f"{key}_device_max")) for key in ("gen", "width")]
         if any(slot and card and slot < card for slot, card in pairs):
             have, could = (
-                f"generation {link.get(f'gen_{kind}')} x{link.get(f'width_{kind}')}" for kind in ("max", "device_max")
+                f"generation {link.get(f'gen_{kind}') or '?'} x{link.get(f'width_{kind}') or '?'}"
+                for kind in ("max", "device_max")
             )
             yield Hit(
                 called(gpu),

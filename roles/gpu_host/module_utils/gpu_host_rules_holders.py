@@ -22,8 +22,8 @@ def gpu_busy(case: Case) -> Iterator[Hit]:
         if process.get("orphan"):
             continue
         pid, unit = process.get("pid"), process.get("unit")
-        who = f"process {pid} ({process.get('name')})" if pid else "a process of another container"
-        told = f"{who}{f' of {unit}' if unit else ''}{_owner(process)} holds {process['memory_mib']} MiB"
+        who = f"process {pid}{_name(process)}" if pid else "a process of another container"
+        told = f"{who}{f' of {unit}' if unit else ''}{_owner(process)} {_holds(process)}"
         end = "Find it on the machine that runs this container (`nvidia-smi`) and end it"
         if pid:
             end = f"End it on the host (`{f'systemctl stop {unit}' if unit else f'kill {pid}'}`)"
@@ -46,10 +46,10 @@ def gpu_orphan(case: Case) -> Iterator[Hit]:
     for gpu, process in _strangers(case):
         if process.get("orphan"):
             pid = process["pid"]
-            held = f"holds {process['memory_mib']} MiB, and what started it is gone"
+            held = f"{_holds(process)}, and what started it is gone"
             yield Hit(
                 f"GPU {gpu['index']} ({gpu['uuid']})",
-                f"process {pid} ({process['name']}){_owner(process)} {held}",
+                f"process {pid}{_name(process)}{_owner(process)} {held}",
                 "no process that was left behind",
                 f"See what it was (`ps -o user,lstart,args -p {pid}`), then `kill {pid}`; if it is still there after some "
                 f"seconds, `kill -KILL {pid}`.",
@@ -92,6 +92,14 @@ def _strangers(case: Case) -> Iterator[tuple[Map, Map]]:
         gpu = wanted.get(process["gpu_uuid"])
         if gpu and not ours(process):
             yield gpu, process
+
+
+def _name(process: Map) -> str:
+    return f" ({process['name']})" if process.get("name") else ""
+
+
+def _holds(process: Map) -> str:
+    return f"holds {process['memory_mib']} MiB" if process.get("memory_mib") is not None else "is on it"
 
 
 def _owner(process: Map) -> str:

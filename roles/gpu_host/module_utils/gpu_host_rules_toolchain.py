@@ -65,11 +65,16 @@ def nvcc_missing(case: Case) -> Iterator[Hit]:
             f"{_install(case)}.",
         )
     elif not nvcc["path"]:
+        home, others = nvcc.get("cuda_home"), ", ".join(one["path"] for one in nvcc.get("candidates") or [])
         yield Hit(
             "nvcc",
-            f"CUDA_HOME of units is {nvcc.get('cuda_home')}, where no nvcc is",
+            f"CUDA_HOME of units is {home}, where no nvcc is"
+            if home
+            else f"only at {others}, where nothing looks for it",
             f"nvcc of CUDA {CUDA}",
-            f"Take CUDA_HOME out of /etc/systemd/system.conf and system.conf.d, or: {_remedy(case)}",
+            f"Take CUDA_HOME out of /etc/systemd/system.conf and system.conf.d, or: {_remedy(case)}"
+            if home
+            else _remedy(case),
         )
 
 
@@ -86,7 +91,7 @@ def nvcc_old(case: Case) -> Iterator[Hit]:
         least = MIN_NVCC[case.profile or ""]
         yield Hit(
             "nvcc",
-            f"{nvcc.get('version')} at {nvcc['path']}",
+            f"{nvcc.get('version') or 'one that tells no version'} at {nvcc['path']}",
             f"{CUDA}, at least {least} for {case.profile}",
             _remedy(case),
         )
