@@ -46,6 +46,7 @@ def each(indices: Iterable[int], **keys: Any) -> Change:
 
 
 LINK = gpu(0)["pcie"]
+AS_B200 = on_gpu(gpus=[gpu(n, compute_cap="10.0", name="NVIDIA B200", fabric="completed") for n in range(8)])
 CUDA13 = "/usr/local/cuda-13.0/bin/nvcc"
 LOST3 = gpu(3)["pci"]
 NO_GPU = on_gpu(gpus=[], p2p=[], processes=[], nvidia_smi=None, driver=None, cuda_driver=None)
@@ -149,6 +150,7 @@ HOST: list[tuple[str, Change, list[str]]] = [
         both(NO_GPU, system("debian 13")),
         ["repos/debian13/x86_64/", "linux-image-amd64 linux-headers-amd64 nvidia-open"],
     ),
+    ("driver-old", both(on_gpu(driver="575.57.08"), AS_B200), ["nvidia-open nvidia-fabricmanager nvlsm"]),
     ("driver-old", both(on_gpu(driver="575.57.08"), kernel(release="6.8.12-9-pve")), ["proxmox-headers-$(uname -r)"]),
     (
         "driver-old",
@@ -214,6 +216,12 @@ HOST: list[tuple[str, Change, list[str]]] = [
         on_gpu(nvml={"version": "580", "error": "device 3: GPU is lost"}),
         ["8 answer, not all: device 3: GPU is lost", "nvidia-smi -L"],
     ),
+    (
+        "gpu-lost",
+        both(lose(3), on_gpu(nvml={"version": "580", "error": "device 3: GPU requires reset"})),
+        [f"`nvidia-smi -i {LOST3} --gpu-reset`", "off and on"],
+    ),
+    ("gpu-unknown", lose(7, driver="vfio-pci"), ["GPU 7", f"the card at {gpu(7)['pci']} is driven by vfio-pci"]),
     ("gpu-lost-elsewhere", both(lose(7), pair(0, 1)), ["7 answer", gpu(7)["pci"], "off and on"]),
     ("gpu-lost-elsewhere", both(lose(0), BY_UUID), ["7 answer", gpu(0)["pci"]]),
     (

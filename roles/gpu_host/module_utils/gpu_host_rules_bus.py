@@ -137,6 +137,9 @@ def _observed(case: Case) -> str:
 
 def _back(case: Case) -> str:
     steps = "switch the machine off and on; if it stays away, seat the card anew and look at its power cables"
+    if "reset" in str(_word(case)):
+        which = "".join(f" -i {pci}" for pci in missing(case)[:1])
+        steps = f"`nvidia-smi{which} --gpu-reset` with nothing running there; if that fails, {steps}"
     return f"`dmesg | grep -iE 'xid|fallen|nvrm'` says when it went. {on_metal(case, steps[0].upper() + steps[1:])}."
 
 

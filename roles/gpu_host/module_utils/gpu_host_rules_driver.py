@@ -12,7 +12,6 @@ from ansible.module_utils.gpu_host_rules import (
     WARN,
     Case,
     Hit,
-    Map,
     inside,
     kernel,
     on_gpus,
@@ -30,7 +29,7 @@ REPOSITORIES = {
     "debian 12": "debian12",
     "debian 13": "debian13",
 }
-DRIVER, FABRIC = "nvidia-open", " nvidia-fabricmanager"
+DRIVER = "nvidia-open"
 REPOSITORY = "https://developer.download.nvidia.com/compute/cuda/repos"
 INSTALL_GUIDE = "https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/"
 
@@ -46,8 +45,8 @@ def from_nvidia(case: Case, package: str) -> str:
     arch = "sbsa" if platform["arch"] == "aarch64" else "x86_64"
     keyring = "cuda-keyring_1.1-1_all.deb"
     if package == DRIVER:
-        # Its module is compiled here; the fabric manager of an NVSwitch board has to be of the driver's version.
-        package = f"{headers(case)} {package}" + (FABRIC if any(map(_on_fabric, case.gpus)) else "")
+        # Its module is compiled on the host.
+        package = f"{headers(case)} {package}" + _fabric(case)
     return (
         f"`apt-get update && apt-get install -y curl ca-certificates && "
         f"curl -fsSLO {REPOSITORY}/{folder}/{arch}/{keyring} && dpkg -i {keyring} && apt-get update && "
@@ -70,8 +69,11 @@ def headers(case: Case) -> str:
     return f"linux-image-{arch} linux-headers-{arch}"
 
 
-def _on_fabric(gpu: Map) -> bool:
-    return bool(gpu.get("fabric"))
+def _fabric(case: Case) -> str:
+    """What an NVSwitch board needs in the driver's version; from Blackwell on, a subnet manager too."""
+    if not any(gpu.get("fabric") for gpu in case.gpus):
+        return ""
+    return " nvidia-fabricmanager nvlsm" if case.profile == "sm100" else " nvidia-fabricmanager"
 
 
 def no_driver_cause(case: Case) -> str | None:

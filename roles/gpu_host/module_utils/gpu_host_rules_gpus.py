@@ -160,12 +160,14 @@ def gpu_unknown(case: Case) -> Iterator[Hit]:
     """Every index and UUID exists on the host."""
     if not on_gpus(case):
         return
+    others = [card for card in case.facts["gpu"].get("cards") or [] if card["driver"] not in ("nvidia", None)]
+    given = "".join(f"; the card at {card['pci']} is driven by {card['driver']}" for card in others)
     for at, instance in enumerate(case.instances):
         asked = instance.get("gpus")
         for one in asked if isinstance(asked, list) else []:
             known = isinstance(one, bool) or not isinstance(one, (int, str)) or case.gpu(one) is not None
             if not known and not explained(case, one):
-                have = ", ".join(f"{gpu['index']} ({gpu['uuid']})" for gpu in case.gpus)
+                have = ", ".join(f"{gpu['index']} ({gpu['uuid']})" for gpu in case.gpus) + given
                 yield Hit(label(instance, at), f"GPU {one!r}", f"one of {have}", f"Correct gpus of it in {case.where}.")
 
 

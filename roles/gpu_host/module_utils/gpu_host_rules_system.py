@@ -24,7 +24,7 @@ ARCHITECTURES = ("x86_64", "aarch64")
 MIN_NOFILE = 4096
 MIN_PIDS = 2048  # threads and processes of an instance, its compilers included
 MIN_MAPS = 65530  # what kernels come with
-MIN_YEAR = 2026  # this software is not older
+MIN_YEAR, MAX_YEAR = 2026, 2046  # this software is not older, and no certificate of today lasts longer
 SYSCTL = "/etc/sysctl.d/60-sglang.conf"
 MIN_GLIBC = "2.34"  # the newest that a wheel of the lock asks for: engines/*/files.json
 
@@ -226,14 +226,19 @@ def map_count_low(case: Case) -> Iterator[Hit]:
 @rule(
     "clock-insane",
     BLOCK,
-    "Certificates are not valid yet at this time, so nothing can be fetched, and the journal's times prove nothing.",
+    "Certificates are not valid at this time, so nothing can be fetched, and the journal's times prove nothing.",
     source="https://datatracker.ietf.org/doc/html/rfc5280#section-4.1.2.5",
 )
 def clock_insane(case: Case) -> Iterator[Hit]:
-    """The clock is not before this software's own time."""
+    """The clock is not before this software's own time, nor a generation after it."""
     year = (case.facts.get("clock") or {}).get("year")
-    if year is not None and year < MIN_YEAR:
-        yield Hit("the clock", f"year {year}", f"{MIN_YEAR} or later", on_kernel(case, _right_now(case)))
+    if year is not None and not MIN_YEAR <= year <= MAX_YEAR:
+        yield Hit(
+            "the clock",
+            f"year {year}",
+            f"{MIN_YEAR} or later, and not after {MAX_YEAR}",
+            on_kernel(case, _right_now(case)),
+        )
 
 
 @rule(
@@ -258,9 +263,8 @@ def clock_behind(case: Case) -> Iterator[Hit]:
 def clock_unsynchronized(case: Case) -> Iterator[Hit]:
     """Something disciplines the clock."""
     clock = case.facts.get("clock") or {}
-    wrong = (
-        clock.get("before_build") or (clock.get("year") or MIN_YEAR) < MIN_YEAR
-    )  # told already, with this step in it
+    # Told already, with this step in it.
+    wrong = clock.get("before_build") or not MIN_YEAR <= (clock.get("year") or MIN_YEAR) <= MAX_YEAR
     if clock.get("synchronized") is False and not wrong:
         source = f"{clock['source']} runs and has not got there yet" if clock.get("source") else "no clock service runs"
         yield Hit("the clock", f"not synchronized; {source}", "synchronized", on_kernel(case, _set_clock(case)))
