@@ -212,7 +212,8 @@ def slow(target: Target, limit: float) -> Unreachable:
     """The program did not end in time."""
     return Unreachable(
         f"no answer from {target.address}: timed out after {limit:.0f} s",
-        f"Call it again with --timeout {limit * 5:.0f}; `uptime` and `dmesg | tail` on the host show what keeps it busy.",
+        f"`uptime` and `dmesg | tail` on the host show what keeps it busy; --timeout {limit * 5:.0f} gives it more time "
+        "(bin/preflight, bin/smoke).",
         f"an answer within {limit:.0f} s",
     )
 
@@ -239,7 +240,7 @@ def ended(target: Target, code: int, out: str, err: str, least: Sequence[int]) -
             f"/usr/bin/python3.12 in {target.where}; without such a package, a newer distribution (Debian 12, Ubuntu 24.04).",
             f"Python {oldest} or newer as {target.python}",
         )
-    if target.python in last and ("not found" in last or "No such file" in last):
+    if target.python in last and (code == 127 or "not found" in last):  # shells say it in many languages
         return Unreachable(
             f"no Python there: {last}",
             "On the host as root: `apt-get update && apt-get install -y python3` (`dnf install -y python3` on Fedora and its "
@@ -261,7 +262,7 @@ def _sudo(target: Target, user: str, said: Sequence[str]) -> Unreachable | None:
     line = shlex.quote(f"{user} ALL=(ALL:ALL) NOPASSWD: ALL")
     allow = f"on the host as root: `echo {line} >{SUDOERS} && chmod 440 {SUDOERS} && visudo -c`"
     expected = f"sudo to {target.become} for {user}, without a question"
-    if re.search(r"sudo: (command )?not found|sudo: No such file", text):
+    if re.search(r"\bsudo\W*: ((command )?not found|No such file)", text):
         return Unreachable(
             "sudo is not installed there",
             "On the host as root: `apt-get update && apt-get install -y sudo`; or log in as root: "

@@ -51,7 +51,10 @@ def with_password(hosts: Sequence[Target], ask: bool) -> list[Target]:
     """The hosts, with a password of sudo that is asked for once where `ask` and the inventory has none."""
     if not ask:
         return list(hosts)
-    password = getpass.getpass("BECOME password: ")
+    try:
+        password = getpass.getpass("BECOME password: ")
+    except EOFError as error:
+        raise Misuse("-K asks for a password, and there is nobody to answer") from error
     return [
         host if host.become is None or host.become_password else dataclasses.replace(host, become_password=password)
         for host in hosts
@@ -181,8 +184,7 @@ def target(name: str, given: Mapping[str, Any], defaults: Any) -> Target:
     local = str(first("ansible_connection") or "") in ("local", "ansible.builtin.local")
     if becoming == (getpass.getuser() if local else user):
         becoming = None  # Ansible does not call sudo for it either
-    names = ("ansible_ssh_args", "ansible_ssh_common_args", "ansible_ssh_extra_args")
-    words = shlex.split(" ".join(str(w) for n in names if (w := first(n))))
+    words = _ssh_words(given, defaults)
     python = first("ansible_python_interpreter") or defaults.config.get_config_value("INTERPRETER_PYTHON")
     address = str(first("ansible_host", "ansible_ssh_host") or name)
     return Target(
@@ -202,6 +204,16 @@ def target(name: str, given: Mapping[str, Any], defaults: Any) -> Target:
         where=where,
         variables=dict(given),
     )
+
+
+def _ssh_words(given: Mapping[str, Any], defaults: Any) -> list[str]:
+    """Options for ssh out of a host's variables, the environment and ansible.cfg, as Ansible's own connection takes them."""
+    from ansible.plugins.loader import connection_loader
+
+    connection_loader.get("ssh", class_only=True)  # makes its options known
+    names = ("ssh_args", "ssh_common_args", "ssh_extra_args")
+    settings = {"plugin_type": "connection", "plugin_name": "ssh", "variables": dict(given)}
+    return shlex.split(" ".join(str(defaults.config.get_config_value(name, **settings) or "") for name in names))
 
 
 def _true(value: Any) -> bool:
@@ -229,7 +241,7 @@ def run_python(target: Target, program: str, limit: float, least: tuple[int, int
     stdin = START + program
     if target.become is not None:
         flags = ["-n"] if target.become_password is None else ["-S", "-p", ""]
-        words = ["sudo", *flags, "-H", "-u", target.become, "--", *words]
+        words = ["env", "LC_ALL=C", "sudo", *flags, "-H", "-u", target.become, "--", *words]
         stdin = stdin if target.become_password is None else f"{target.become_password}\n{stdin}"
     if target.local:
         code, out, err = _local(target, words, stdin, limit)

@@ -152,3 +152,24 @@ def test_a_password_is_asked_for_once_and_only_where_it_is_needed(here: Path, mo
     assert [one.become_password for one in hosts] == ["hunter2", None]
     assert len(asked) == 1
     assert [one.become_password for one in remote.with_password(hosts[1:], ask=False)] == [None]
+
+
+def test_a_password_that_nobody_can_give_is_misuse(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def nobody(prompt: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("getpass.getpass", nobody)
+    assert preflight.main(["-K", "-i", "hosts.yml"]) == 2
+    one_error(capfd, ["-K asks for a password"])
+
+
+def test_options_of_ssh_come_from_where_ansible_takes_them(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A jump host of ansible.cfg or the environment is on the way of a play, so it is on the way of a door."""
+    monkeypatch.setenv("ANSIBLE_SSH_COMMON_ARGS", "-o ProxyJump=jump@192.0.2.9")
+    (here / "host_vars/ct201.yml").write_text("ansible_ssh_common_args: -F none\n")
+    first, second = remote.targets(["hosts.yml"], None)
+    assert "ProxyJump jump@192.0.2.9" in first.ssh_config
+    assert "ProxyJump=jump@192.0.2.9" in first.ssh_words
+    assert "ProxyJump" not in second.ssh_config
