@@ -58,6 +58,16 @@ def test_units_of_the_journal() -> None:
     assert gather.parse_journal(both("masked", "inactive", "failed")) == masked
 
 
+@pytest.mark.parametrize(("user", "shown", "kept"), [(0, "a message", True), (0, "", False), (1000, "", None)])
+def test_a_journal_that_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch, user: int, shown: str, kept: bool | None
+) -> None:
+    states = "Id=systemd-journald.service\nLoadState=loaded\nActiveState=active\n"
+    monkeypatch.setattr(gather, "run", lambda argv: (0, states if argv[0] == "systemctl" else shown, ""))
+    monkeypatch.setattr(gather.os, "geteuid", lambda: user)
+    assert gather.gather_journal() == {"masked": [], "active": True, "kept": kept}
+
+
 def test_process_1_of_this_machine() -> None:
     facts = gather.gather_systemd()
     assert facts["pid1"] == Path("/proc/1/comm").read_text().strip()
