@@ -63,6 +63,7 @@ UNSIGNED = both(
     on_gpu(nvidia_smi="/usr/bin/nvidia-smi", error="couldn't communicate with the NVIDIA driver"),
 )
 NO_DRIVER = both(on_gpu(nvidia_smi="/usr/bin/nvidia-smi", error=SILENT, gpus=[]), kernel(modules={"nvidia": None}))
+PENDING = {"remapped": {"pending": True, "failed": False}}  # the same reset is asked for once
 BAD_MEMORY = {"ecc": {"mode": True, "uncorrected": 3, "corrected": 0}}
 NO_WORD = on_first(recovery=None)  # a driver that does not tell what it wants
 RECOVERY = ", GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"
@@ -232,7 +233,7 @@ HOST: list[tuple[str, Change, list[str]]] = [
     # what the driver reports
     (
         "gpu-recovery",
-        both(on_first(recovery="reset", **BAD_MEMORY), on_gpu(xids=[xid(95)])),
+        both(on_first(recovery="reset", **BAD_MEMORY, **PENDING), on_gpu(xids=[xid(95)])),
         ["wants a reset of it after 3 uncorrected memory errors, Xid 95", f"nvidia-smi -i {UUID0} --gpu-reset"],
     ),
     ("gpu-recovery", on_first(recovery="reboot"), ["wants a reboot", "`systemctl reboot`"]),
@@ -241,7 +242,7 @@ HOST: list[tuple[str, Change, list[str]]] = [
     ("gpu-recovery-later", on_first(recovery="drain and reset", **BAD_MEMORY), ["once nothing runs", "--gpu-reset"]),
     (
         "gpu-ecc-uncorrected",
-        both(on_first(recovery=None, **BAD_MEMORY), on_gpu(xids=[xid(48)])),
+        both(on_first(recovery=None, **BAD_MEMORY, **PENDING), on_gpu(xids=[xid(48)])),
         ["3 uncorrected memory errors, Xid 48", "--gpu-reset"],
     ),
     ("gpu-ecc-contained", on_first(**BAD_MEMORY), ["3 uncorrected memory errors, contained", "--gpu-reset"]),
