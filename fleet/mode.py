@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -26,7 +27,7 @@ from ansible.module_utils import gpu_units_live as units
 from fleet import causes, remote
 from fleet.console import Progress, last_lines, run_logged
 from fleet.importer import ROOT
-from fleet.quickstart import PlayView
+from fleet.quickstart import PLAY_ENV, PlayView
 
 ROLE = ROOT / "roles" / "gpu_units"
 SOURCES = ("gpu_units_host", "gpu_units_live")  # in the order of their imports
@@ -81,7 +82,7 @@ def play(target: remote.Target, inventory: Sequence[str], name: str, mode: str, 
             secret.touch(mode=0o600)
             secret.write_text(target.become_password, encoding="utf-8")
             argv += ["--become-password-file", str(secret)]
-        code = run_logged(argv, log, view.line, view.wait)
+        code = run_logged(argv, log, view.line, view.wait, {**os.environ, **PLAY_ENV})
         try:
             told = json.loads(report.read_text(encoding="utf-8"))
         except FileNotFoundError:  # the play ended before it could tell

@@ -37,6 +37,10 @@ class PhaseError(Exception):
     """A phase that ended badly; the text says what to do next."""
 
 
+# What a PlayView reads: banners have to come when a task starts, also of a task that will be skipped.
+PLAY_ENV = {"ANSIBLE_DISPLAY_SKIPPED_HOSTS": "1", "ANSIBLE_NOCOLOR": "1", "PYTHONUNBUFFERED": "1"}
+
+
 @dataclass
 class PlayView:
     """Follows the default output of ansible-playbook and shows the tasks that changed something or took a second.
@@ -137,10 +141,8 @@ class Quickstart:
         )
 
     def play(self) -> None:
-        # Banners have to come when a task starts, also of a task that will be skipped.
-        env = {**os.environ, "ANSIBLE_DISPLAY_SKIPPED_HOSTS": "1", "ANSIBLE_NOCOLOR": "1", "PYTHONUNBUFFERED": "1"}
         argv = ["ansible-playbook", "site.yml", *self.inventory, "-l", self.host]
-        self._run("play", argv, self.view.line, self.view.wait, env)
+        self._run("play", argv, self.view.line, self.view.wait, {**os.environ, **PLAY_ENV})
 
     def smoke(self) -> dict[str, Any]:
         """The verdict of the everyday verb, which asks the host over plain SSH."""

@@ -319,6 +319,17 @@ def test_a_recorded_h200_is_sm90_and_a_busy_one_is_told() -> None:
         assert [finding["id"] for finding in verdict["findings"] if finding["severity"] == BLOCK] == blocks
 
 
+def test_an_engine_of_ours_that_serves_is_no_stranger_and_any_other_is() -> None:
+    """What holds the GPU is known by its unit; the swap stops those of ours that are no longer wanted."""
+    for unit, blocks in (("sglang@gpu0.service", []), ("vllm.service", ["gpu-busy"])):
+        wanted, facts = good()
+        facts.update(json.loads((DATA / "h200-serving.json").read_text()))
+        facts["gpu"]["processes"][0]["unit"] = unit
+        wanted["instances"] = [{"name": "gpu0", "gpus": [0], "port": 30000}]
+        verdict = judge("ct200", wanted, facts)
+        assert [finding["id"] for finding in verdict["findings"] if finding["severity"] == BLOCK] == blocks
+
+
 def blanks(facts: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Where facts may be unknown: the values of maps that are no list or map, of lists those of the first entry."""
     entries = facts.items() if isinstance(facts, dict) else enumerate(facts[:1]) if isinstance(facts, list) else ()
