@@ -373,9 +373,7 @@ class Lab:
         }
         text = "# Written by bin/lab, removed by bin/lab down.\nlab:\n  hosts:\n"
         text += "".join(f"    {h.name}:\n      ansible_host: {json.dumps(h.address)}\n" for h in made)
-        text += "  vars:\n" + "".join(f"    {k}: {json.dumps(v)}\n" for k, v in variables.items())
-        # Plays name both groups; an empty one is no reason for a warning.
-        return text + "gpu_hosts: {}\n"
+        return text + "  vars:\n" + "".join(f"    {k}: {json.dumps(v)}\n" for k, v in variables.items())
 
 
 def all_labs(settings: Settings) -> Iterator[str]:

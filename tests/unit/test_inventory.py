@@ -104,3 +104,18 @@ def test_defaults_of_gpu_host_are_those_of_its_argument_specs(repo: Path) -> Non
     options = yaml.safe_load((role / "meta/argument_specs.yml").read_text())["argument_specs"]["main"]["options"]
     defaults = yaml.safe_load((role / "defaults/main.yml").read_text())
     assert {name: option.get("default") for name, option in options.items()} == defaults
+
+
+def test_an_inventory_with_one_of_the_groups_gives_no_warning(repo: Path, tmp_path: Path) -> None:
+    for group in ("gpu_hosts", "lab"):
+        (tmp_path / "hosts.yml").write_text(f"{group}:\n  hosts:\n    mine:\n")
+        command = [
+            Path(sys.executable).parent / "ansible-playbook",
+            "site.yml",
+            "-i",
+            tmp_path / "hosts.yml",
+            "--list-hosts",
+        ]
+        done = subprocess.run(command, cwd=repo, capture_output=True, text=True, check=True)
+        assert "hosts (1):\n      mine" in done.stdout
+        assert "WARNING" not in done.stdout + done.stderr
