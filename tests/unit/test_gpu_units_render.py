@@ -152,12 +152,12 @@ def test_programs_of_the_release_are_found_first(modes):
     done = render(
         modes,
         {"name": "a", "gpus": [0], "port": 30000},
-        {"name": "b", "gpus": [1], "port": 30001, "env": {"PATH": "/own"}},
+        {"name": "b", "gpus": [1], "port": 30001, "env": {"PATH": "/own:/usr/bin"}},
     )
     path = environment(done, "a")["PATH"].split(":")
     assert path[0] == "/opt/sglang-fleet/current/venv/bin"
     assert {"/usr/bin", "/bin"} < set(path)
-    assert environment(done, "b")["PATH"] == "/own"
+    assert environment(done, "b")["PATH"] == "/own:/usr/bin"
 
 
 def test_gpus_by_index_and_uuid_are_bound_by_uuid(modes):
