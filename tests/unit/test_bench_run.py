@@ -65,7 +65,7 @@ def test_a_faster_arm_is_told(tmp_path: Path) -> None:
     assert tree["tokens_per_step"] == pytest.approx(31 / 8)
     assert tree["ratios"]["dflash best"]["median"] > 1.2 and tree["ratios"]["dflash best"]["wins"] == 3
     assert tree["ratios"]["baseline"]["median"] > tree["ratios"]["dflash best"]["median"]
-    assert tree["latency"]["step_ms"] == pytest.approx(1.2, rel=0.6)
+    assert tree["latency"]["step_ms"] > 1.1, "the stand-in sleeps 1.2 ms a step; a busy machine adds to it"
     assert tree["latency"]["token_ms"]["p50"] < tree["latency"]["message_ms"]["p50"]
     assert report["timing"]["ddtree:15"][0]["draft_ms"] == 1.5 and report["timing"]["dflash:8"] == []
     text = (tmp_path / "out/report.md").read_text()

@@ -6,6 +6,8 @@ from __future__ import annotations
 import getpass
 import os
 import socket
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from ansible.module_utils import gpu_host_gather_processes as gather
@@ -36,6 +38,22 @@ def test_a_real_listener_is_found_with_its_process(family: socket.AddressFamily,
         found = [entry for entry in gather.gather_ports() if entry["port"] == port]
     assert [(entry["address"], entry["pid"]) for entry in found] == [(address, os.getpid())]
     assert found[0]["process"]
+
+
+def test_a_process_that_ends_while_it_is_looked_at_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = [os.getpid()]
+    real = Path.iterdir
+
+    def iterdir(folder: Path) -> Iterator[Path]:
+        if folder == Path(f"/proc/{ended[0]}/fd"):
+            raise FileNotFoundError(2, "No such file or directory", str(folder))
+        return real(folder)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(Path, "iterdir", iterdir)
+        port = server.getsockname()[1]
+        (found,) = [entry for entry in gather.gather_ports() if entry["port"] == port]
+    assert found["pid"] is None
 
 
 def test_addresses_that_can_be_bound() -> None:

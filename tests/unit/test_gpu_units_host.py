@@ -183,6 +183,22 @@ def test_memory_without_a_process_is_not_free(tmp_path, monkeypatch):
     ]
 
 
+def test_a_process_that_ends_while_it_is_looked_at_has_no_node_open(tmp_path, monkeypatch):
+    folder_of(tmp_path, 9)
+    (tmp_path / "9/fd/3").symlink_to("/dev/nvidia4")
+    monkeypatch.setattr(h, "minors", lambda _: {"GPU-1": 4})
+    real = Path.iterdir
+
+    def iterdir(folder):
+        if folder == tmp_path / "9/fd":
+            raise FileNotFoundError(2, "No such file or directory", str(folder))
+        return real(folder)
+
+    assert h.openers({"GPU-1"}, tmp_path) == [9]
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert h.openers({"GPU-1"}, tmp_path) == []
+
+
 def test_whoever_has_the_node_open_is_named_beside_memory_without_a_process(tmp_path, monkeypatch):
     proc = tmp_path / "proc"
     folder_of(proc, 9, unit="docker-1.scope")

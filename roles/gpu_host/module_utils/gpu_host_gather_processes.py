@@ -86,13 +86,18 @@ def parse_proc_net_tcp(text: str) -> list[tuple[str, int, int]]:
 
 def _sockets_of_processes() -> dict[int, int]:
     owner: dict[int, int] = {}
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
+    for folder in Path("/proc").glob("[0-9]*/fd"):
         try:
-            target = str(link.readlink())
+            links = list(folder.iterdir())
         except OSError:
-            continue  # closed meanwhile, or not ours to see
-        if target.startswith("socket:["):
-            owner[int(target[8:-1])] = int(link.parts[2])
+            continue  # ended meanwhile, or not ours to see
+        for link in links:
+            try:
+                target = str(link.readlink())
+            except OSError:
+                continue  # closed meanwhile
+            if target.startswith("socket:["):
+                owner[int(target[8:-1])] = int(folder.parent.name)
     return owner
 
 

@@ -194,12 +194,17 @@ def openers(uuids: set[str], proc: Path = PROC) -> list[int]:
     """Processes that have the device node of a GPU open, of whatever kind; needs root."""
     nodes = {f"/dev/nvidia{minor}" for uuid, minor in minors(proc).items() if uuid in uuids}
     found = set()
-    for entry in proc.glob("[0-9]*/fd/*") if nodes else []:
+    for folder in proc.glob("[0-9]*/fd") if nodes else []:
         try:
-            if str(entry.readlink()) in nodes:
-                found.add(int(entry.parent.parent.name))
-        except OSError:  # closed meanwhile
+            links = list(folder.iterdir())
+        except OSError:  # ended meanwhile
             continue
+        for link in links:
+            try:
+                if str(link.readlink()) in nodes:
+                    found.add(int(folder.parent.name))
+            except OSError:  # closed meanwhile
+                continue
     return sorted(found)
 
 
