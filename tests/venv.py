@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
+from ansible.module_utils import sglang_venv_base as base
 from ansible.module_utils import sglang_venv_build as building
 from ansible.module_utils import sglang_venv_release as releases
 
@@ -85,14 +86,14 @@ def make_plan(
     )
 
 
-def make_options(root: Path, **changes: Any) -> building.Options:
+def make_options(root: Path, **changes: Any) -> base.Options:
     """Options of a build below `root` with the shared cache and the control environment's uv already in place."""
     binary = root / "tools" / f"uv-{lock.pinned_uv()}" / "bin" / "uv"
     binary.parent.mkdir(parents=True, exist_ok=True)
     if not binary.exists():
         shutil.copy2(lock.find_uv(), binary)
     _, path = find_python(engines.load(ENGINE).pythons)
-    return replace(building.Options(root=root, python=path, uv_cache=CACHE), **changes)
+    return replace(base.Options(root=root, python=path, uv_cache=CACHE), **changes)
 
 
 @contextmanager
@@ -115,4 +116,4 @@ def build_release(root: Path, *, device: str = "cpu", series: str = "") -> Path:
 def site_packages(release: Path) -> Path:
     """site-packages of a release."""
     version = json.loads((release / "manifest.json").read_text())["python"]["version"]
-    return building.site_packages(release / "venv", version)
+    return base.site_packages(release / "venv", version)

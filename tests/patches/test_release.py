@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible.module_utils import sglang_venv_base as base
 from ansible.module_utils import sglang_venv_build as building
 from ansible.module_utils import sglang_venv_elf as elf
+from ansible.module_utils import sglang_venv_install as install
 from ansible.module_utils import sglang_venv_release as releases
-from ansible.module_utils.sglang_venv_build import BuildError
+from ansible.module_utils.sglang_venv_base import BuildError
 
 from fleet import engine as engines
 from fleet import lock, wheelhouse
@@ -135,7 +137,7 @@ def test_a_build_that_was_killed_is_recovered_by_the_next(root: Path) -> None:
     venv.make_options(root)
     run = multiprocessing.get_context("fork").Process(target=build_and_publish, args=(root, plan))
     run.start()
-    site = building.site_packages(releases.build_path(root, plan["id"]) / "venv", plan["python"])
+    site = base.site_packages(releases.build_path(root, plan["id"]) / "venv", plan["python"])
     until = time.monotonic() + 120
     while not (site / "sglang").exists() and run.is_alive() and time.monotonic() < until:
         time.sleep(0.01)
@@ -172,13 +174,13 @@ def test_two_builds_at_once_end_with_one_whole_release(root: Path) -> None:
 
 def test_uv_is_fetched_by_its_pin_where_it_is_missing(root: Path) -> None:
     plan = venv.make_plan()
-    options = building.Options(root=root, python=sys.executable, uv_cache=venv.CACHE)
-    said = subprocess.run([building.ensure_uv(plan, options), "--version"], capture_output=True, text=True, check=True)
+    options = base.Options(root=root, python=sys.executable, uv_cache=venv.CACHE)
+    said = subprocess.run([install.ensure_uv(plan, options), "--version"], capture_output=True, text=True, check=True)
     assert said.stdout.split()[1] == plan["uv"]["version"]
     wrong = {**plan, "uv": {**plan["uv"], "hashes": ["0" * 64]}}
-    other = building.Options(root=root / "other", python=sys.executable, uv_cache=venv.CACHE)
+    other = base.Options(root=root / "other", python=sys.executable, uv_cache=venv.CACHE)
     with pytest.raises(BuildError, match=r"uv .* could not be downloaded"):
-        building.ensure_uv(wrong, other)
+        install.ensure_uv(wrong, other)
 
 
 def test_the_same_inputs_resolve_to_the_committed_lock() -> None:
@@ -212,7 +214,8 @@ def test_a_wheelhouse_carries_everything_to_a_host_without_a_network(tmp_path: P
 import json, sys
 from pathlib import Path
 import fleet
-from ansible.module_utils.sglang_venv_build import Options, build, publish
+from ansible.module_utils.sglang_venv_base import Options
+from ansible.module_utils.sglang_venv_build import build, publish
 top, python = Path(sys.argv[1]), sys.argv[2]
 plan = json.loads((top / "plan.json").read_text())
 options = Options(root=top / "root", python=python, uv_cache=top / "root/cache/uv", wheelhouse=top / "house")

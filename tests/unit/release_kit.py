@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 from ansible.module_utils import sglang_venv_release as releases
-from ansible.module_utils.sglang_venv_build import Options
+from ansible.module_utils.sglang_venv_base import Options
 
 from tests import venv
 

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import yaml
 from ansible.module_utils import sglang_venv_adopt as adopt
+from ansible.module_utils import sglang_venv_base as base
 from ansible.module_utils import sglang_venv_build as building
 from ansible.module_utils import sglang_venv_copy as copying
 from ansible.module_utils.sglang_venv_adopt import AdoptError
-from ansible.module_utils.sglang_venv_build import BuildError
+from ansible.module_utils.sglang_venv_base import BuildError
 
 from tests.unit import release_kit as kit
 from tests.unit import test_sglang_venv_build as plays
@@ -76,7 +77,7 @@ def build(top: Path, plan: Data, folders: list[str]) -> tuple[Path, Data]:
     manifest: Data = building.build(made, options, found)["manifest"]
     building.publish(options.root, made["id"])
     release = top / "root" / "releases" / made["id"]
-    return building.site_packages(release / "venv", plan["python"]), manifest
+    return base.site_packages(release / "venv", plan["python"]), manifest
 
 
 def state(folder: str) -> list[tuple[str, int, int, int]]:
@@ -126,9 +127,7 @@ def test_native_programs_come_along_and_scripts_do_not(tmp_path: Path, plan: Dat
 def test_a_program_that_the_engine_calls_has_to_be_somewhere(tmp_path: Path, plan: Data, folders: list[str]) -> None:
     row = {"program": "fleet-no-such-ninja", "package": "ninja", "why": "it builds kernels"}
     plan["imports"] = {"programs": [row]}
-    with pytest.raises(
-        building.BuildError, match=r"no program fleet-no-such-ninja in .*it builds kernels.*: install ninja"
-    ):
+    with pytest.raises(BuildError, match=r"no program fleet-no-such-ninja in .*it builds kernels.*: install ninja"):
         build(tmp_path, plan, folders)
     assert not list((tmp_path / "root" / "releases").glob(".build-*"))
     plan["imports"] = {"programs": [row | {"program": "true"}]}

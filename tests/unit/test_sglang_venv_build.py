@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible.module_utils import sglang_venv_base as base
 from ansible.module_utils import sglang_venv_build as building
+from ansible.module_utils import sglang_venv_install as install
 from ansible.module_utils import sglang_venv_release as releases
-from ansible.module_utils.sglang_venv_build import BuildError
+from ansible.module_utils import sglang_venv_room as room
+from ansible.module_utils.sglang_venv_base import BuildError
 
 from tests import venv
 from tests.unit import release_kit as kit
@@ -145,9 +148,9 @@ def test_too_little_room_is_found_before_anything_is_written(top: Path, plan: di
 def test_a_cache_that_served_the_lock_before_needs_no_room(top: Path, plan: dict[str, Any]) -> None:
     options = kit.make_options(top)
     building.build(plan, options)
-    building.check_room({**plan, "unpacked": {"bytes": 2**60, "files": 1}}, options)
+    room.check_room({**plan, "unpacked": {"bytes": 2**60, "files": 1}}, options)
     with pytest.raises(BuildError, match="disk full"):  # a copy needs it all the same
-        building.check_room({**plan, "unpacked": {"bytes": 2**60, "files": 1}}, kit.make_options(top, link_mode="copy"))
+        room.check_room({**plan, "unpacked": {"bytes": 2**60, "files": 1}}, kit.make_options(top, link_mode="copy"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, needs root")
@@ -272,10 +275,10 @@ def test_uv_comes_out_of_the_wheelhouse_and_is_checked(top: Path, plan: dict[str
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(f"uv-{plan['uv']['version']}.data/scripts/uv", binary)
     with pytest.raises(BuildError, match=r"wrong hash: .*uv-.*\.whl has sha256"):
-        building.ensure_uv(plan, options)
+        install.ensure_uv(plan, options)
     assert not folder.exists()
-    plan["uv"]["hashes"] = [building._sha256(wheel)]
-    assert building.ensure_uv(plan, options).read_bytes() == binary
+    plan["uv"]["hashes"] = [base.sha256_of(wheel)]
+    assert install.ensure_uv(plan, options).read_bytes() == binary
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
@@ -303,8 +306,8 @@ def test_a_password_of_the_index_is_not_in_any_argument(
     top: Path, plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[list[str], dict[str, str]]] = []
-    real = building._run
-    monkeypatch.setattr(building, "_run", lambda c, env, cwd: seen.append((c, dict(env))) or real(c, env, cwd))
+    real = install.run
+    monkeypatch.setattr(install, "run", lambda c, env, cwd: seen.append((c, dict(env))) or real(c, env, cwd))
     options = kit.make_options(top, index_url="https://me:secret@index.example.org/simple")
     building.build(plan, options)
     assert len(seen) == 2

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 from ansible.module_utils import sglang_venv_imports as imports
-from ansible.module_utils.sglang_venv_build import BuildError, build
+from ansible.module_utils.sglang_venv_base import BuildError
+from ansible.module_utils.sglang_venv_build import build
 
 from tests.unit import release_kit as kit
 from tests.unit.test_sglang_venv_elf import make_library

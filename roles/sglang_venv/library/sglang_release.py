@@ -140,7 +140,8 @@ from typing import Any
 from ansible.module_utils import sglang_venv_adopt as adopting
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.sglang_venv_adopt import AdoptError, Adoption
-from ansible.module_utils.sglang_venv_build import BuildError, Options, build, publish, unfinished
+from ansible.module_utils.sglang_venv_base import BuildError, Options
+from ansible.module_utils.sglang_venv_build import build, publish, unfinished
 from ansible.module_utils.sglang_venv_release import build_path, compare, release_path
 
 
