@@ -31,7 +31,7 @@ from fleet.quickstart import PLAY_ENV, PlayView
 
 ROLE = ROOT / "roles" / "gpu_units"
 SOURCES = ("gpu_units_host", "gpu_units_live")  # in the order of their imports
-DEFAULT_MODE = "ddtree"  # of an instance that names none, as gpu_units_render has it
+DEFAULT_MODE = "ddtree"  # of an instance that names none, as gpu_units_instances has it
 
 
 def modes() -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ansible.module_utils import gpu_units_instances as wanted
 from ansible.module_utils import gpu_units_render as r
 
 GPUS = [{"index": i, "uuid": f"GPU-{i:08d}-aaaa"} for i in range(4)]
@@ -53,7 +54,7 @@ def environment(deployment: dict[str, Any], name: str) -> dict[str, str]:
 
 
 def problems(modes: dict[str, Any], *instances: dict[str, Any], **more: Any) -> list[str]:
-    with pytest.raises(r.InvalidError) as caught:
+    with pytest.raises(wanted.InvalidError) as caught:
         render(modes, *instances, **more)
     return caught.value.problems
 
@@ -272,7 +273,7 @@ def test_the_waiter_is_told_the_models(modes):
     ],
 )
 def test_url(address, url):
-    assert r.url_of(address, 30000) == url
+    assert wanted.url_of(address, 30000) == url
 
 
 def test_exposed_names_instances_without_a_key(modes):

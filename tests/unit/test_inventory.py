@@ -79,16 +79,16 @@ def test_lab_hosts_get_their_variables_with_and_without_the_default_inventory(re
 
 
 def test_instance_keys_and_modes_are_those_of_gpu_units(repo: Path) -> None:
-    from ansible.module_utils import gpu_units_render
+    from ansible.module_utils import gpu_units_instances
     from ansible.module_utils.gpu_host_rules import BUILT_IN, KEYS, MODES, TREE_MODES
     from ansible.module_utils.gpu_host_rules_flags import OWNED_FLAGS, SECRET_FLAGS
 
-    assert set(KEYS) == set(gpu_units_render.KNOWN)
-    assert set(gpu_units_render.OWNED_FLAGS) <= set(OWNED_FLAGS) | set(SECRET_FLAGS)
+    assert set(KEYS) == set(gpu_units_instances.KNOWN)
+    assert set(gpu_units_instances.OWNED_FLAGS) <= set(OWNED_FLAGS) | set(SECRET_FLAGS)
     modes = yaml.safe_load((repo / "roles/gpu_units/files/modes.yml").read_text())
     assert set(MODES) == set(modes)
     assert {name for name, mode in modes.items() if "budget" in mode["needs"]} == set(TREE_MODES)
-    assert all(BUILT_IN[key] == gpu_units_render.DEFAULTS[key] for key in BUILT_IN)
+    assert all(BUILT_IN[key] == gpu_units_instances.DEFAULTS[key] for key in BUILT_IN)
 
 
 def test_profiles_are_those_of_kernel_backends(repo: Path) -> None:

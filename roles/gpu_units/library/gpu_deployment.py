@@ -214,7 +214,8 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gpu_units_deploy import rollback, swap, switch
 from ansible.module_utils.gpu_units_host import Gpus, HostError, Systemd, minors
 from ansible.module_utils.gpu_units_probe import usable_nodes
-from ansible.module_utils.gpu_units_render import InvalidError, exposed, render, resolve
+from ansible.module_utils.gpu_units_instances import InvalidError, resolve
+from ansible.module_utils.gpu_units_render import exposed, render
 from ansible.module_utils.gpu_units_start import start
 from ansible.module_utils.gpu_units_state import Host, load, locked
 from ansible.module_utils.gpu_units_topology import notes
