@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The figures of docs/benchmarks.md in one go, on a GPU machine: two pairs of 7 B, every arm, ten rounds, timers, soak.
+# The figures of docs/benchmarks.md in one go, on a GPU machine: pairs of 7 B, every arm, ten rounds, soak, negative control.
 #
-#   tests/gpu/run.sh .pack/series -- tests/gpu/show.sh start /tmp/show          begins in the background, returns at once
-#   tests/gpu/run.sh .pack/series -- tests/gpu/show.sh wait /tmp/show 570       follows it for so many seconds; 0 once all is done
+#   tests/gpu/run.sh .pack/series -- tests/gpu/show.sh start /tmp/show [PART...]     begins in the background, returns at once
+#   tests/gpu/run.sh .pack/series -- tests/gpu/show.sh wait /tmp/show 570            follows it for so many seconds; 0 once all is done
 #
-# With two GPUs the dense pair takes the first and the hybrid pair the second, at the same time; with one GPU one comes after the other.
-# A machine that is lent command by command keeps what was begun in an earlier one. Reports: DIR/dense, DIR/hybrid, DIR/tp2.
+# Parts, in this order if none is named: ranks (needs two GPUs), dense, hybrid, hybrid16, leak. On an H200 with empty JIT caches hybrid wants
+# about 15 minutes by the rounds of run G, hybrid16 and leak some 5 each, dense more than 20. With two GPUs the dense pair takes the first, and all
+# others the second, at the same time.
+# A machine that is lent command by command keeps what was begun in an earlier one. Reports: DIR/PART.
 set -euo pipefail
-verb=${1:?start or wait} dir=${2:?folder} seconds=${3:-570}
+verb=${1:?start or wait} dir=${2:?folder}
+shift 2
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)
 pairs=${GPU_PAIRS_FROM:-$GPU_HOME/pairs}
 size=(--hidden 6144 --layers 24 --intermediate 8192 --vocab 65536)
@@ -19,58 +22,87 @@ inflate() { # NAME FLAGS..: from the small pair, once
   [ -d "$dir/$name-7b" ] || python3 models/inflate_pair.py "$pairs/small-$name" "$dir/$name-7b" "${size[@]}" "$@"
 }
 
-speed() { # NAME ARMS..: every arm of a pair
-  local name=$1; shift
-  python3 -m fleet.bench --pair "$dir/$name-7b" --out "$dir/$name" --new "$new" --rounds 10 --start-wave 2 --timing \
-    --soak ddtree:auto "$@"
+speed() { # NAME PART ARGUMENTS..: the arms of a pair
+  local name=$1 part=$2; shift 2
+  python3 -m fleet.bench --pair "$dir/$name-7b" --out "$dir/$part" --new "$new" --rounds 10 "$@"
 }
 
 dense() {
-  inflate dense
-  speed dense --concurrency 1,4,8,16 --requests 1:6,4:8,8:16,16:16 --arms baseline,dflash:16,ddtree-shadow:15,ddtree:15,ddtree:auto \
-    --arm 'ddtree:63=--speculative-ddtree-linear off'
+  inflate dense &&
+    speed dense dense --concurrency 1,4,8,16 --requests 1:6,4:8,8:16,16:16 --arms baseline,dflash:16,ddtree-shadow:15,ddtree:15,ddtree:auto \
+    --arm 'ddtree:63=--speculative-ddtree-linear off' --start-wave 2 --timing --soak ddtree:auto
 }
 
+# A recurrent state for every slot and request: eight requests are what five arms leave room for.
 hybrid() {
-  inflate hybrid --moe-intermediate 1024 --shared-intermediate 1024
-  # A recurrent state for every slot and request: eight requests are what six arms leave room for.
-  speed hybrid --concurrency 1,8 --requests 1:6,8:16 --max-running 8 --arms baseline,dflash:16,ddtree-shadow:15,ddtree:15,ddtree:auto \
+  inflate hybrid "${experts[@]}" &&
+    speed hybrid hybrid --concurrency 1,8 --requests 1:6,8:8 --max-running 8 --latency-rounds 1 \
+    --arms baseline,dflash:16,ddtree-shadow:15,ddtree:15,ddtree:auto --start-wave 5 --soak ddtree:auto
+}
+
+hybrid16() {
+  inflate hybrid "${experts[@]}" &&
+    speed hybrid hybrid16 --concurrency 16 --requests 16 --max-running 16 --latency-rounds 0 --arms baseline,dflash:16,ddtree:auto
+}
+
+leak() {
+  inflate hybrid "${experts[@]}" &&
+    speed hybrid leak --concurrency 1 --rounds 2 --count 12 --max-running 1 --latency-rounds 0 --arms baseline \
     --arm 'ddtree:15@leak=--speculative-ddtree-linear off --speculative-ddtree-allow-hybrid-unsafe' --negative ddtree:15@leak
 }
 
 ranks() {
-  GPU_PAIRS="$pairs/small-dense,$pairs/small-hybrid" GPU_OUT="$dir/tp2" GPU_ALONE=8 GPU_BATCH=16 GPU_NEW=96 \
+  GPU_PAIRS="$pairs/small-dense,$pairs/small-hybrid" GPU_OUT="$dir/ranks" GPU_ALONE=8 GPU_BATCH=16 GPU_NEW=96 \
     python3 -m pytest -q tests/gpu/test_modes.py -k two_ranks -p no:cacheprovider
 }
 
-everything() {
-  local failed=0 gpus
-  gpus=$(nvidia-smi -L | wc -l)
-  if [ "$gpus" -ge 2 ]; then
-    ranks >"$dir/tp2.log" 2>&1 || failed=1
-    CUDA_VISIBLE_DEVICES=0 dense >"$dir/dense.log" 2>&1 &
-    local first=$!
-    CUDA_VISIBLE_DEVICES=1 hybrid >"$dir/hybrid.log" 2>&1 || failed=1
-    wait "$first" || failed=1
+one() { # GPUS PART...: one part after the other; a part that fails does not end the rest
+  local failed=0 part
+  export CUDA_VISIBLE_DEVICES=$1; shift
+  for part in "$@"; do
+    "$part" >"$dir/$part.log" 2>&1 || failed=1
+  done
+  return "$failed"
+}
+
+everything() { # PART...
+  local failed=0 two='' first=() others=()
+  [ "$(nvidia-smi -L | wc -l)" -lt 2 ] || two=yes
+  for part in "$@"; do
+    case $part in
+      ranks) [ -z "$two" ] || one 0,1 ranks || failed=1 ;;
+      dense) first=(dense) ;;
+      *) others+=("$part") ;;
+    esac
+  done
+  if [ -n "$two" ]; then
+    one 0 "${first[@]}" &
+    one 1 "${others[@]}" || failed=1
+    wait $! || failed=1
   else
-    dense >"$dir/dense.log" 2>&1 || failed=1
-    hybrid >"$dir/hybrid.log" 2>&1 || failed=1
+    one 0 "${first[@]}" "${others[@]}" || failed=1
   fi
   echo "$failed" >"$dir/done"
 }
 
+known=(ranks dense hybrid hybrid16 leak)
+experts=(--moe-intermediate 1024 --shared-intermediate 1024)
 cd "$root"
 case $verb in
   start)
+    [ $# -gt 0 ] || set -- "${known[@]}"
+    for part in "$@"; do
+      [[ " ${known[*]} " == *" $part "* ]] || { echo "show.sh: no part $part; known: ${known[*]}" >&2; exit 2; }
+    done
     mkdir -p "$dir"
     [ ! -e "$dir/begun" ] || { echo "show.sh: $dir was begun already; take another folder" >&2; exit 2; }
     touch "$dir/begun"
-    setsid "$0" run "$dir" </dev/null >"$dir/run.log" 2>&1 &
+    setsid "$0" run "$dir" "$@" </dev/null >"$dir/run.log" 2>&1 &
     ;;
-  run) everything ;;
+  run) everything "$@" ;;
   wait)
     [ -e "$dir/begun" ] || { echo "show.sh: nothing was begun in $dir; call it with start first" >&2; exit 2; }
-    for ((i = 0; i < seconds; i++)); do
+    for ((i = 0; i < ${1:-570}; i++)); do
       [ ! -e "$dir/done" ] || break
       sleep 1
     done
