@@ -70,9 +70,14 @@ def free_ports(taken: set[int]) -> tuple[int, int]:
     raise EngineFailed("no free port of the loopback between 20000 and 29999")
 
 
-def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment and more; a relative PYTHONPATH means the same in the server's own folder."""
+def environment(python: str, more: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment and more, with the programs beside `python` first (engines call ninja by name).
+
+    A relative PYTHONPATH means the same in the server's own folder.
+    """
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **more}
+    beside = Path(shutil.which(python) or python).absolute().parent
+    env["PATH"] = os.pathsep.join([str(beside), *filter(None, [env.get("PATH")])])
     if path := env.get("PYTHONPATH"):
         env["PYTHONPATH"] = os.pathsep.join(str(Path(part).absolute()) for part in path.split(os.pathsep) if part)
     return env
@@ -97,7 +102,7 @@ def start(
             stdout=sink,
             stderr=subprocess.STDOUT,
             cwd=work,
-            env=_environment(env),
+            env=environment(python, env),
             start_new_session=True,
         )
     return Server(arm, port, log, process, command, time.monotonic())

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from fleet.bench import servers
+
 REPO = Path(__file__).resolve().parents[2]
 ENGINE = Path(__file__).parent / "data/bench_engine"
 FAST = ["--new", "16", "--concurrency", "1,4", "--rounds", "3", "--requests", "4", "--latency-rounds", "1"]
@@ -54,6 +56,15 @@ def engines(out: Path) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def test_programs_beside_the_engines_python_come_first(tmp_path: Path) -> None:
+    python = tmp_path / "venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    env = servers.environment(str(python), {"PATH": "/own", "PYTHONPATH": "a"})
+    assert env["PATH"] == f"{python.parent}:/own"
+    assert env["PYTHONPATH"] == str(Path("a").absolute())
 
 
 def test_a_faster_arm_is_told(tmp_path: Path) -> None:

@@ -277,6 +277,17 @@ def test_the_engine_gets_the_key_and_hides_it(repo, tmp_path):
     assert args.api_key == "s3cret"
 
 
+def test_programs_of_the_release_are_found_first(repo, tmp_path):
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang" / "launch_server.py").write_text("import os; print(os.environ['PATH'])\n")
+    done = subprocess.run(
+        [sys.executable, repo / "roles/gpu_units/files/sglang_launch.py"],
+        env={"PATH": "/own:/usr/bin", "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == f"{Path(sys.executable).parent}:/own:/usr/bin\n"
+
+
 def test_an_empty_key_ends_the_start(repo, tmp_path):
     (tmp_path / "api_key").write_text("\n")
     done = subprocess.run(

@@ -149,18 +149,6 @@ def test_layers_of_args_and_env(modes):
     assert (env["X"], env["Y"], env["Z"]) == ("/opt/sglang-fleet/current/profile", "own", "z")
 
 
-def test_programs_of_the_release_are_found_first(modes):
-    done = render(
-        modes,
-        {"name": "a", "gpus": [0], "port": 30000},
-        {"name": "b", "gpus": [1], "port": 30001, "env": {"PATH": "/own:/usr/bin"}},
-    )
-    path = environment(done, "a")["PATH"].split(":")
-    assert path[0] == "/opt/sglang-fleet/current/venv/bin"
-    assert {"/usr/bin", "/bin"} < set(path)
-    assert environment(done, "b")["PATH"] == "/own:/usr/bin"
-
-
 def test_gpus_by_index_and_uuid_are_bound_by_uuid(modes):
     done = render(modes, {"name": "a", "gpus": [2, GPUS[1]["uuid"]], "port": 30000})
     env = environment(done, "a")

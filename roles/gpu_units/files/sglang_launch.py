@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts SGLang as `python -m sglang.launch_server` does, with the API key taken from a file.
+"""Starts SGLang as `python -m sglang.launch_server` does, with the release's programs at hand and the API key taken from a file.
 
 The engine itself takes the key as a flag only, and logs all flags at start (`server_args=`). Here it reaches the engine in
 neither argv nor config file, and the engine's text of its own arguments shows it masked.
@@ -44,8 +44,14 @@ def fit(cache: Path) -> str | None:
     return None
 
 
+def programs(path: str) -> str:
+    """PATH with the release's own programs first: engine and FlashInfer call ninja by name when they build kernels."""
+    return os.pathsep.join([str(Path(sys.executable).parent), *filter(None, [path])])
+
+
 def main() -> None:
     """Run the engine in this process; it ends as the engine ends."""
+    os.environ["PATH"] = programs(os.environ.get("PATH", ""))
     if wrong := fit(Path.cwd()):
         sys.exit(f"sglang-fleet: {wrong}")
     path = Path(os.environ.get("CREDENTIALS_DIRECTORY", "/nonexistent"), "api_key")

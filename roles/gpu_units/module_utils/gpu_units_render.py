@@ -64,8 +64,6 @@ CACHE_ENV = {
     "CUDA_CACHE_PATH": "cuda",
 }
 FIXED_ENV = {
-    # The engine and FlashInfer call ninja by name when they build kernels; the release has its own.
-    "PATH": f"{CURRENT}/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "PYTHONUNBUFFERED": "1",  # a dying engine's last lines reach the journal
     "HF_HUB_OFFLINE": "1",  # models are folders of the host; nothing is fetched behind the operator's back
     "TRANSFORMERS_OFFLINE": "1",
