@@ -24,6 +24,7 @@ from tests.unit.judge_kit import (
     Change,
     both,
     clock,
+    compilers,
     first,
     good,
     gpu,
@@ -41,6 +42,7 @@ from tests.unit.judge_kit import (
 )
 
 NVCC = good()[1]["nvcc"]
+GONE = {"path": None}
 NEWER = {"version": "13.3", "candidates": [{"path": "/usr/local/cuda/bin/nvcc", "version": "13.3"}]}
 OTHER = {"path": "/usr/local/cuda-13.0/bin/nvcc", "version": "13.0"}
 TRANSLATED = kernel(iommu={"mode": "translated", "groups": 90, "source": "type of the GPUs' IOMMU groups"})
@@ -87,14 +89,24 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     ("port-bad", first(port=None), ["nothing", "port: 30000"]),
     ("port-twice", first(port=30001), ["gpu0", "gpu1", "30001"]),
     ("gpus-bad", first(gpus=[]), ["gpu0", "[0]"]),
-    ("gpus-bad", first(gpus="0"), ["'0'"]),
+    ("gpus-bad", first(gpus="0"), ["'0'", "gpus: [0]"]),
+    ("gpus-bad", first(gpus=["0"]), ["GPU '0'", "without quotes", "Write gpus: [0] for it in"]),
+    ("gpus-bad", pair("0-3", args={}), ["GPU '0-3'", "each by itself", "Write gpus: [0, 1, 2, 3] for it in"]),
+    ("gpus-bad", pair("0,1", -1), ["GPU '0,1', -1", "`nvidia-smi -L`"]),
     ("gpus-bad", first(gpus=[True]), ["true"]),
     ("gpus-bad", both(CPU, first(gpus=[0])), ["[0]", "cpu"]),
     ("gpu-twice", first(gpus=[1]), ["gpu0", "gpu1", "GPU 1"]),
-    ("gpu-twice", first(gpus=[0, 0]), ["gpu0", "2 times"]),
+    ("gpu-twice", first(gpus=[0, 0]), ["gpu0", "2 times", "Write gpus: [0] for instance gpu0 in"]),
+    ("gpu-twice", first(gpus=[0, gpu(0)["uuid"]]), ["2 times", "Write gpus: [0] for instance gpu0 in"]),
+    ("gpu-twice", first(gpus=[7]), ["Give instance gpu7 a GPU of its own, such as gpus: [0],"]),
     ("gpu-twice", first(gpus=[gpu(3)["uuid"]]), ["gpu0", "gpu3", gpu(3)["uuid"]]),
     ("address-bad", first(address="1.2.3"), ["'1.2.3'"]),
     ("address-bad", first(address=17), ["17"]),
+    (
+        "address-bad",
+        both(first(address="10.0.0.1:30000"), host(bind={"10.0.0.1:30000": "Name or service not known"})),
+        ["Set address: 10.0.0.1, and the port as its key port, for it in"],
+    ),
     ("address-bad", first(address="a b"), ["'a b'"]),
     ("address-open", first(address="0.0.0.0"), ["0.0.0.0", "gpu_host_allow_any_address"]),
     ("address-open", first(address="::"), ["::"]),
@@ -126,9 +138,22 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     ("arch-unsupported", host(platform={**good()[1]["platform"], "arch": "riscv64"}), ["riscv64"]),
     ("glibc-old", host(platform={**good()[1]["platform"], "glibc": "2.33"}), ["2.33", "2.34"]),
     ("glibc-old", host(platform={**good()[1]["platform"], "glibc": None}), ["not glibc"]),
-    ("compiler-missing", both(host(compiler=None), NO_APT), ["gcc"]),
+    ("compiler-missing", compilers(apt=False, gcc=GONE), ["gcc is not found", "`dnf install -y gcc gcc-c++"]),
+    ("compiler-missing", compilers(gcc=GONE), ["gcc is not found", "apt has the package", "install --reinstall -y $("]),
+    ("compiler-missing", both(CPU, compilers(gcc=GONE)), ["gcc is not found"]),
+    ("compiler-missing", compilers(cxx=GONE), ["g++ is not found; c++ is not found"]),
+    (
+        "compiler-missing",
+        compilers(gcc={"error": "cannot execute 'cc1'"}),
+        ["gcc at /usr/bin/gcc: cannot execute 'cc1'"],
+    ),
     ("python-headers-missing", both(NO_HEADERS, NO_APT), ["python3.12-dev"]),
     ("python-headers-missing", host(pythons=[{**PYTHON, "headers": False, "system": False}]), ["/usr/bin/python3.12"]),
+    (
+        "python-headers-missing",
+        host(pythons=[{**PYTHON, "headers": False, "headers_package": "libpython3.12-dev"}]),
+        ["apt has libpython3.12-dev as installed", "install --reinstall -y libpython3.12-dev"],
+    ),
     ("disk-low", host(disk={"path": "/opt", "free": 3 * GIB, "total": 9 * GIB}), ["/opt", "3.0 GiB", "12 GiB"]),
     ("disk-low-for-upgrade", host(current="abc", disk={"path": "/opt", "free": 5 * GIB, "total": GIB}), ["5.0 GiB"]),
     ("shm-low", host(shm={"free": 1, "total": GIB // 16}), ["0.06 GiB", "remount"]),
@@ -272,6 +297,7 @@ WITH = {
     ),
     "gpus-bad": {"cpu-profile", "gpu-twice"},
     "gpu-twice": set(),
+    "compiler-missing": {"cpu-profile"},
     "profile-unknown": set(),
     **{key: {"cpu-profile"} for key in ("instances-malformed", "budget-room")},
 }

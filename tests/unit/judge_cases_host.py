@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.unit.judge_kit import (
     BUSY,
+    LISTENER,
     PYTHON,
     UUID0,
     Change,
@@ -27,6 +28,39 @@ from tests.unit.judge_kit import (
     pair,
     systemd,
 )
+
+CONTAINER = "0123456789ab" + "0" * 52
+# Control group of a process on a GPU, and what the message has to hold.
+OWNERS = {
+    "/system.slice/train.service": ["of train.service of user ann", "(`systemctl stop train.service`), or"],
+    "/system.slice/ssh.service": ["of ssh.service", "(`kill 78`; the service itself stays), or"],
+    "/system.slice/system-sshd.slice/sshd@3-22.service": ["(`kill 78`; the service"],
+    "/system.slice/systemd-logind.service": ["(`kill 78`; the service"],
+    "/user.slice/user-1000.slice/session-5.scope": [
+        "of login session session-5.scope",
+        "(`kill 78`, which leaves the login open)",
+    ],
+    "/user.slice/user-1000.slice/user@1000.service/app.slice/lab.service": [
+        "`systemctl --user --machine=ann@.host stop lab.service`"
+    ],
+    "/user.slice/user-1000.slice/user@1000.service/init.scope": ["(`kill 78`; the service"],
+    "/user.slice/user-1000.slice": ["process 78 (train) of user ann", "(`kill 78`), or"],
+    f"/system.slice/docker-{CONTAINER}.scope": ["of Docker container 0123456789ab", "(`docker stop 0123456789ab`)"],
+    f"/docker/{CONTAINER}": ["(`docker stop 0123456789ab`)"],
+    f"/machine.slice/libpod-{CONTAINER}.scope/container": ["(`podman stop 0123456789ab`)"],
+    f"/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{CONTAINER}.scope": [
+        "`sudo -iu ann podman stop 0123456789ab`"
+    ],
+    f"/kubepods.slice/kubepods-pod7.slice/cri-containerd-{CONTAINER}.scope": [
+        "of a Kubernetes pod",
+        "`crictl ps --id 0123456789ab0`",
+        "kubectl delete pod",
+    ],
+    "/kubepods.slice/kubepods-burstable.slice": ["`crictl ps`"],
+    "/lxc.payload.box/system.slice/train.service": ["of container box", "(`kill 78`), or"],
+    "/machine.slice/systemd-nspawn@box.service/payload/system.slice/train.service": ["of container box", "(`kill 78`)"],
+    "/system.slice/slurmstepd.scope/job_42/step_0": ["of Slurm job 42", "`scancel 42`"],
+}
 
 
 def xid(number: int, pci: str = gpu(0)["pci"], text: str = "") -> dict[str, Any]:
@@ -87,6 +121,14 @@ HOST: list[tuple[str, Change, list[str]]] = [
     ("driver-old", on_gpu(cuda_driver="12.9"), ["12.9", "13.0"]),
     ("gpu-busy", on_gpu(processes=[BUSY]), ["GPU 0", "78", "train", "kill 78"]),
     ("gpu-busy", on_gpu(processes=[{**BUSY, "unit": "train.service"}]), ["systemctl stop train.service"]),
+    *[("gpu-busy", on_gpu(processes=[{**BUSY, "user": "ann", "cgroup": path}]), told) for path, told in OWNERS.items()],
+    # An older recording has the unit alone.
+    ("gpu-busy", on_gpu(processes=[{**BUSY, "unit": "ssh.service"}]), ["(`kill 78`; the service itself stays), or"]),
+    (
+        "port-busy",
+        host(ports=[{**LISTENER, "unit": "ssh.service", "cgroup": "/system.slice/ssh.service"}]),
+        ["of ssh.service", "(`kill 77`; the service itself stays), or set"],
+    ),
     ("gpu-memory-held", on_gpu(gpus=[gpu(0, memory_used_mib=5000)] + [gpu(n) for n in range(1, 8)]), ["5000 MiB"]),
     # driver
     ("driver-mismatch", MISMATCH, ["kernel module 580.95.05", "version mismatch", "`systemctl reboot`"]),
@@ -221,6 +263,15 @@ HOST: list[tuple[str, Change, list[str]]] = [
         "gpu-lost",
         both(lose(3), on_gpu(nvml={"version": "580", "error": "device 3: GPU requires reset"})),
         [f"`nvidia-smi -i {LOST3} --gpu-reset`", "off and on"],
+    ),
+    (
+        "gpu-unknown",
+        both(lose(7), lambda _, facts: facts["gpu"]["cards"].pop() and None),
+        [
+            "GPU 7; the inventory names 8 GPUs by index and the host has 7",
+            "take GPU 7 out",
+            "indices may mean other cards",
+        ],
     ),
     ("gpu-unknown", lose(7, driver="vfio-pci"), ["GPU 7", f"the card at {gpu(7)['pci']} is driven by vfio-pci"]),
     ("gpu-lost-elsewhere", both(lose(7), pair(0, 1)), ["7 answer", gpu(7)["pci"], "off and on"]),

@@ -58,11 +58,10 @@ INVENTORY: list[tuple[str, Change, list[str]]] = [
         ["/data/x", "`mkdir -p /data/x /opt/sglang-fleet && mount --bind /data/x /opt/sglang-fleet`"],
     ),
     # ports
-    ("port-inner", both(first(env=GRPC), second(port=40000)), ["gpu0 and instance gpu1", "40000", "gRPC of"]),
     (
         "port-inner",
-        both(first(env={**GRPC, "SGLANG_GRPC_PORT": 30001})),
-        ["30001 is gRPC of instance gpu0 and port of instance gpu1"],
+        first(env={**GRPC, "SGLANG_GRPC_PORT": 30000}),
+        ["30000 is port and SGLANG_GRPC_PORT of it", "Take SGLANG_GRPC_PORT out of env"],
     ),
     ("port-inner", both(gives(nccl_port=29500), second(args={"nccl-port": 29500})), ["nccl-port of instance gpu0"]),
     (
@@ -159,7 +158,8 @@ RIGHT: dict[str, Change] = {
         inventory(engine="sglang-9", engines=["sglang-9"]), gives(zzz=1, context_length="x")
     ),
     "ports that only look like one another": both(first(port=30000), second(port=40000)),
-    "gRPC on a port of its own": both(first(env={**GRPC, "SGLANG_GRPC_PORT": 50000}), second(port=40000)),
+    "gRPC, which this release opens no port for": both(first(env={**GRPC}), second(port=40000)),
+    "another instance's port for gRPC": first(env={**GRPC, "SGLANG_GRPC_PORT": 30001}),
     "a high port with gRPC's named": first(port=65000, env={"SGLANG_GRPC_PORT": 40000}),
     "ports that the engine picks itself": both(
         first(mode="baseline", args={"enable-dp-attention": True, "dist-init-addr": "127.0.0.1:29000"}),

@@ -179,7 +179,9 @@ def good() -> tuple[dict[str, Any], dict[str, Any]]:
         },
         "secure_boot": False,
         "mounts": {"/opt/sglang-fleet": {"type": "ext4", "options": ["relatime", "rw"]}},
-        "compiler": {"path": "/usr/bin/cc", "version": "cc 13"},
+        "compilers": {
+            name: {"path": f"/usr/bin/{name}", "error": None, "installed": True} for name in ("gcc", "g++", "c++")
+        },
         "pythons": [
             {
                 "version": "3.12",
@@ -322,6 +324,17 @@ CPU = both(
 PYTHON = good()[1]["pythons"][0]
 NO_APT = host(platform={**good()[1]["platform"], "apt": False})
 NO_HEADERS = host(pythons=[{**PYTHON, "headers": False}])
+
+
+def compilers(apt: bool = True, **broken: Any) -> Change:
+    """What is wrong with gcc or g++, which c++ is a link to; `apt` off for a host of another distribution."""
+    found = copy.deepcopy(good()[1]["compilers"])
+    for name, keys in broken.items():
+        for one in ("gcc",) if name == "gcc" else ("g++", "c++"):
+            found[one].update(keys)
+    return host(compilers=found) if apt else both(host(compilers=found), NO_APT)
+
+
 GDN = target(hybrid=True, model_type="qwen3_next")
 HYBRID = target(hybrid=True, model_type="nemotron_h")
 NO_RADIX = {"disable-radix-cache": True}

@@ -26,6 +26,18 @@ def test_unit_of_a_process(text: str, unit: str | None) -> None:
     assert gather.unit_from_cgroup(text) == unit
 
 
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("0::/user.slice/user-0.slice/session-1.scope\n", "/user.slice/user-0.slice/session-1.scope"),
+        ("5:cpu:/\n1:name=systemd:/system.slice/ssh.service\n0::/\n", "/system.slice/ssh.service"),
+        ("5:cpu:/long/path/of/one/controller\n", None),
+    ],
+)
+def test_control_group_of_a_process(text: str, path: str | None) -> None:
+    assert gather.path_from_cgroup(text) == path
+
+
 @pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
 def test_a_real_listener_is_found_with_its_process(family: socket.AddressFamily, address: str) -> None:
     with socket.socket(family) as server:
@@ -90,6 +102,6 @@ def test_a_process_of_this_machine() -> None:
 
 
 def test_a_process_that_is_gone_or_hidden() -> None:
-    nothing = {"name": None, "unit": None, "user": None, "orphan": None}
+    nothing = {"name": None, "unit": None, "cgroup": None, "user": None, "orphan": None}
     assert gather.describe_process(None) == nothing
     assert gather.describe_process(2**22 + 1) == nothing

@@ -72,6 +72,38 @@ def test_every_nvcc_is_a_candidate_once(tmp_path: Path, monkeypatch: pytest.Monk
         assert gather.gather_nvcc() is None
 
 
+def on_path(monkeypatch: pytest.MonkeyPatch, *folders: object) -> None:
+    monkeypatch.setattr(gather, "unit_environment", lambda: {"PATH": ":".join(map(str, folders))})
+
+
+def test_compilers_of_this_machine_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_path(monkeypatch, "/usr/bin")
+    found = gather.gather_compilers()
+    assert set(found) == {"gcc", "g++", "c++"}
+    assert found["gcc"] == {"path": "/usr/bin/gcc", "error": None, "installed": gather.in_dpkg("gcc", "libc6-dev")}
+
+
+def test_a_compiler_that_is_gone_or_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("gcc", "echo 'gcc: fatal error: cannot execute cc1' >&2; exit 1"), ("c++", "exit 3")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "g++").symlink_to(tmp_path / "g++-12")
+    on_path(monkeypatch, tmp_path)
+    found = gather.gather_compilers()
+    assert found["gcc"]["error"] == "gcc: fatal error: cannot execute cc1"
+    assert found["c++"]["error"] == "exit status 3"
+    assert found["g++"]["path"] is None
+
+
+def test_what_dpkg_has() -> None:
+    if gather.which("dpkg-query") is None:
+        pytest.skip("this machine has no dpkg")
+    assert gather.in_dpkg("dpkg") is True
+    assert gather.in_dpkg("dpkg", "no-such-package") is False
+    assert gather.owner_in_dpkg("/usr/bin/dpkg") == "dpkg"
+    assert gather.owner_in_dpkg("/usr/bin/no-such-file") is None
+
+
 def test_environment_of_units() -> None:
     text = "LANG=C.UTF-8\nPATH=/usr/local/bin:/usr/bin\nA=b=c\n"
     assert gather.parse_environment(text) == {"LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin", "A": "b=c"}

@@ -19,8 +19,10 @@ from ansible.module_utils import gpu_host_rules_system as rules_system
 from ansible.module_utils.gpu_host_judge import WAIVABLE, judge, lines, profile_of
 from ansible.module_utils.gpu_host_rules import BLOCK, RULES, Rule, boot_with
 
+from fleet import declared
 from tests.unit.judge_cases import (
     BROKEN,
+    GONE,
     NAMED,
     NEWER,
     NVCC,
@@ -34,6 +36,7 @@ from tests.unit.judge_cases_host import IN_LXC, MISMATCH, QUIET_HOST, UNSIGNED, 
 from tests.unit.judge_cases_models import QUIET_MODELS
 from tests.unit.judge_kit import (
     BUSY,
+    CPU,
     GDN,
     GIB,
     HYBRID,
@@ -42,6 +45,7 @@ from tests.unit.judge_kit import (
     NO_RADIX,
     Change,
     both,
+    compilers,
     findings,
     first,
     good,
@@ -104,6 +108,80 @@ EDIT = re.compile(r"(host_vars/ct200\.yml|gpu_units_defaults|under args)")
 def test_every_fix_has_a_command_or_names_the_file_to_edit(rule: str, change: Change) -> None:
     for finding in findings(change):
         assert COMMAND.search(finding["fix"]) or EDIT.search(finding["fix"]), (finding["id"], finding["fix"])
+
+
+# What code leaves in a text that was not finished: names of classes, values without a word, fields that were not filled.
+UNFINISHED = re.compile(
+    r"<class|<[\w.]+ object|_Ansible|\bNoneType\b|\bNone\b|\bTrue\b|\bFalse\b|\b(Posix)?Path\(|dict_|"
+    r"\w*(Error|Exception)\(|\{\}|\{[a-z_]+(\.[a-z_]+|\[[^\]]*\])*(![rs])?\}"
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "change"), [row[:2] for row in BROKEN], ids=[f"{n}-{r[0]}" for n, r in enumerate(BROKEN)]
+)
+def test_no_text_holds_what_only_code_says(rule: str, change: Change) -> None:
+    for finding in findings(change):
+        for key in ("thing", "observed", "expected", "fix", "why"):
+            assert not UNFINISHED.search(finding[key]), (finding["id"], key, finding[key])
+
+
+@pytest.mark.parametrize(
+    "text", ["a <class 'int'>", "GPU None", "args: {}", "at {path}", "{gpu['uuid']}", "{x!r}", "ValueError('x')"]
+)
+def test_what_only_code_says_is_seen(text: str) -> None:
+    assert UNFINISHED.search(text)
+
+
+DEFAULT: dict[str, dict[str, Any]] = {
+    "mode-unknown": {"mode": "dtree"},
+    "budget-bad": {"budget": 0},
+    "flag-unknown": {"args": {"contxt-length": 8192}},
+    "address-bad": {"address": "127.0.0.1:30000"},
+    "gpus-bad": {"gpus": []},
+}
+
+
+@pytest.mark.parametrize("rule", DEFAULT)
+def test_one_wrong_default_is_one_finding(rule: str) -> None:
+    def change(wanted: dict[str, Any], facts: dict[str, Any]) -> None:
+        wanted["defaults"].update(DEFAULT[rule])
+        for one in wanted["instances"] if "gpus" in DEFAULT[rule] else []:
+            del one["gpus"]
+        facts["bind"]["127.0.0.1:30000"] = "Name or service not known"
+
+    (found,) = findings(change)
+    assert (found["id"], found["thing"]) == (rule, "instance gpu0 and 7 more")
+    assert found["also"] == [f"instance gpu{n}" for n in range(1, 8)]
+    wanted, facts = good()
+    change(wanted, facts)
+    wanted["flags"] = declared.flags(wanted["engine"], wanted["instances"], wanted["defaults"])
+    told = lines(judge("ct200", wanted, facts))
+    assert "found 1 problem," in told[0]
+    assert len(told) == 4
+
+
+def test_the_fix_of_a_shared_fault_is_for_all_of_them() -> None:
+    (same,) = findings(both(first(mode="dtree"), lambda wanted, _: wanted["instances"][3].update(mode="dtree")))
+    assert same["fix"].endswith("The same for gpu3.")
+    (each,) = findings(both(first(gpus=[]), lambda wanted, _: wanted["instances"][3].update(gpus=[])))
+    at = "for it in host_vars/ct200.yml (beside the inventory in use)."
+    assert each["fix"] == f"gpu0: Write gpus: [0] {at} gpu3: Write gpus: [3] {at}"
+
+
+def test_other_values_and_one_alone_are_not_joined() -> None:
+    apart = findings(both(first(mode="dtree"), lambda wanted, _: wanted["instances"][3].update(mode="tree")))
+    assert [one["thing"] for one in apart] == ["instance gpu0", "instance gpu3"]
+    assert not any("also" in one for one in apart)
+
+
+def test_a_gpu_that_is_not_there_cannot_be_waived() -> None:
+    wanted, facts = good()
+    wanted |= {"waivers": {"gpu-unknown": "no"}}
+    wanted["instances"][0]["gpus"] = [8]
+    verdict = judge("ct200", wanted, facts)
+    assert not verdict["ok"]
+    assert {"gpu-unknown", "waiver-unknown"} <= {one["id"] for one in verdict["findings"]}
 
 
 FP8 = inventory(defaults={**good()[0]["defaults"], "args": {"quantization": "fp8"}})
@@ -233,7 +311,17 @@ def test_modes_without_a_tree_take_any_page_size_and_hybrid_targets(mode: str) -
 
 
 def test_what_the_build_installs_is_no_finding() -> None:
-    assert findings(both(host(compiler=None), NO_HEADERS)) == []
+    fetched = {"path": None, "installed": False}
+    assert findings(both(compilers(gcc=fetched, cxx=fetched), NO_HEADERS)) == []
+
+
+def test_compilers_that_nothing_calls_are_no_finding() -> None:
+    gone = compilers(gcc=GONE, cxx=GONE)
+    env = {"CC": "/opt/gcc/bin/gcc", "CXX": "/opt/gcc/bin/g++"}
+    assert findings(both(gone, lambda wanted, _: wanted["defaults"].update(env=env))) == []
+    assert "compiler-missing" not in {one["id"] for one in findings(both(CPU, compilers(cxx=GONE)))}
+    # The stub is built with a release, and there is one.
+    assert "compiler-missing" not in {one["id"] for one in findings(both(CPU, gone, host(current="abc")))}
 
 
 def test_parallel_sizes_that_fit() -> None:
@@ -265,7 +353,8 @@ def test_args_and_env_of_an_instance_join_the_defaults() -> None:
         lambda wanted, _: wanted["defaults"].update(args={"page-size": 16}),
         first(args={"context-length": 4096}),
     )
-    assert "instance gpu0" in {finding["thing"] for finding in findings(change)}
+    (found,) = findings(change)
+    assert found["thing"] == "instance gpu0 and 7 more"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from ansible.module_utils.gpu_host_gather_system import (
     gather_systemd,
 )
 from ansible.module_utils.gpu_host_gather_tools import (
-    gather_compiler,
+    gather_compilers,
     gather_libraries,
     gather_nvcc,
     gather_pythons,
@@ -102,7 +102,7 @@ def gather(
     return {
         "gpu": gpu,
         "nvcc": gather_nvcc(),
-        "compiler": gather_compiler(),
+        "compilers": gather_compilers(),
         "pythons": gather_pythons(pythons),
         "platform": gather_platform(),
         "systemd": gather_systemd(),

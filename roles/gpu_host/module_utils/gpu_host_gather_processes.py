@@ -18,10 +18,16 @@ def unit_from_cgroup(text: str) -> str | None:
     return services[-1] if services else None
 
 
-def unit_of(pid: int | None) -> str | None:
-    """The systemd service that a process belongs to."""
-    text = None if pid is None else read(f"/proc/{pid}/cgroup")
-    return unit_from_cgroup(text) if text else None
+def path_from_cgroup(text: str) -> str | None:
+    """The path that systemd, or what runs containers, put a process under: of both versions the one that says more."""
+    paths = re.findall(r"^\d+:(?:name=systemd)?:(/\S*)$", text, re.MULTILINE)
+    return max(paths, key=len) if paths else None
+
+
+def belongs(pid: int | None) -> Facts:
+    """`{unit, cgroup}`: the systemd service that a process belongs to, and its control group's path."""
+    text = (None if pid is None else read(f"/proc/{pid}/cgroup")) or ""
+    return {"unit": unit_from_cgroup(text), "cgroup": path_from_cgroup(text)}
 
 
 def parent_from_stat(text: str) -> int:
@@ -40,8 +46,8 @@ def is_orphan(parent: int | None, first: str | None, pid: int, main_pid: int | N
 
 
 def describe_process(pid: int | None) -> Facts:
-    """`{name, unit, user, orphan}` of a process; all None when it is gone or not ours to see."""
-    facts: Facts = {"name": None, "unit": unit_of(pid), "user": None, "orphan": None}
+    """`{name, unit, cgroup, user, orphan}` of a process; all None when it is gone or not ours to see."""
+    facts: Facts = {"name": None, **belongs(pid), "user": None, "orphan": None}
     if pid is None:
         return facts
     facts["name"] = read(f"/proc/{pid}/comm")
@@ -102,7 +108,7 @@ def _sockets_of_processes() -> dict[int, int]:
 
 
 def gather_ports() -> list[Facts]:
-    """Listening TCP ports: `[{address, port, pid, process, unit}]`; pid is None without the right to see it."""
+    """Listening TCP ports: `[{address, port, pid, process, unit, cgroup}]`; pid is None without the right to see it."""
     sockets: list[tuple[str, int, int]] = []
     for name in ("tcp", "tcp6"):
         text = read(f"/proc/net/{name}")
@@ -112,7 +118,7 @@ def gather_ports() -> list[Facts]:
     for address, port, inode in sorted(sockets, key=lambda row: (row[1], row[0])):
         pid = owner.get(inode)
         process = None if pid is None else read(f"/proc/{pid}/comm")
-        ports.append({"address": address, "port": port, "pid": pid, "process": process, "unit": unit_of(pid)})
+        ports.append({"address": address, "port": port, "pid": pid, "process": process, **belongs(pid)})
     return ports
 
 

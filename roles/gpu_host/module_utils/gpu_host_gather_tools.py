@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,8 +17,9 @@ PYTHON_PROBE = (
     "json.dump({'full':'.'.join(map(str,sys.version_info[:3])),"
     "'version':'.'.join(map(str,sys.version_info[:2])),"
     "'venv':u.find_spec('venv') is not None,"
-    "'headers':os.path.exists(os.path.join(sysconfig.get_paths()['include'],'Python.h'))},sys.stdout)"
+    "'include':sysconfig.get_paths()['include']},sys.stdout)"
 )
+COMPILERS = {"gcc": "gcc", "g++": "g++", "c++": "g++"}  # program to Debian's package
 CUDA = "/usr/local/cuda"
 NVCC_PLACES = (
     "usr/local/cuda/bin/nvcc",
@@ -33,7 +35,10 @@ LDCONFIG_ARCH = {"x86_64": "x86-64", "aarch64": "AArch64"}
 
 
 def gather_pythons(versions: list[str]) -> list[Facts]:
-    """Interpreters of the wanted versions: `[{version, full, path, venv, headers, system}]`, /usr/bin before others."""
+    """Interpreters of the wanted versions, /usr/bin before others.
+
+    `[{version, full, path, venv, headers, headers_package, system}]`; headers_package: the one that a missing Python.h is of.
+    """
     found: dict[str, Facts] = {}
     system = os.path.realpath("/usr/bin/python3")  # what the distribution's python3-dev belongs to
     for name in [f"python{version}" for version in versions] + ["python3"]:
@@ -43,7 +48,11 @@ def gather_pythons(versions: list[str]) -> list[Facts]:
                 continue
             status, out, _ = run([path, "-I", "-c", PYTHON_PROBE])
             if status == 0:
-                found[real] = {**json.loads(out), "path": path, "system": real == system}
+                told = json.loads(out)
+                header = f"{told.pop('include')}/Python.h"
+                headers = Path(header).exists()
+                told |= {"headers": headers, "headers_package": None if headers else owner_in_dpkg(header)}
+                found[real] = {**told, "path": path, "system": real == system}
     return [python for version in versions for python in found.values() if python["version"] == version]
 
 
@@ -111,14 +120,39 @@ def _executable(path: str) -> bool:
     return Path(path).is_file() and os.access(path, os.X_OK)
 
 
-def gather_compiler() -> Facts | None:
-    """`{path, version}` of the C compiler that Triton's launcher is built with."""
-    for name in ("cc", "gcc", "clang"):
-        path = which(name)
-        if path:
-            out = run([path, "--version"])[1].splitlines()
-            return {"path": path, "version": out[0] if out else ""}
-    return None
+def gather_compilers() -> Facts:
+    """`{gcc: {path, error, installed}, ..}` of gcc, g++ and c++, as a unit's PATH finds them.
+
+    The cpu profile's stub and Triton's launcher are built with gcc, kernels of FlashInfer and tvm-ffi with c++; nvcc calls gcc,
+    g++ (triton runtime/build.py, apache-tvm-ffi 0.1.15 cpp/extension.py, flashinfer jit/cpp_ext.py, read 2026-12-01).
+    error: why it compiles nothing, the libraries' headers included. installed: whether dpkg has its package, None without dpkg;
+    dpkg does not see a file that was moved or broken by hand.
+    """
+    path = unit_environment().get("PATH") or os.defpath
+    return {name: _compiler(shutil.which(name, path=path), package) for name, package in COMPILERS.items()}
+
+
+def _compiler(path: str | None, package: str) -> Facts:
+    kind, header = ("c", "stdlib.h") if package == "gcc" else ("c++", "cstdlib")
+    error = None
+    if path:  # -fsyntax-only writes no file
+        status, _, told = run([path, "-fsyntax-only", "-x", kind, "-include", header, os.devnull])
+        lines = [line.strip() for line in told.splitlines() if "error" in line] or told.strip().splitlines()[-1:]
+        error = (lines[0] if lines else f"exit status {status}") if status else None
+    # The build installs the C library's headers too, where they are missing.
+    return {"path": path, "error": error, "installed": in_dpkg(package, *(["libc6-dev"] if path else []))}
+
+
+def in_dpkg(*packages: str) -> bool | None:
+    """Whether dpkg has all of these as installed: then apt sees nothing to do. None without dpkg."""
+    status, out, _ = run(["dpkg-query", "-W", "-f", "${db:Status-Status}\n", *packages])
+    return None if status in (126, 127) else out.splitlines().count("installed") == len(packages)
+
+
+def owner_in_dpkg(path: str) -> str | None:
+    """The package that a file, there or not, belongs to; None without dpkg or an owner."""
+    status, out, _ = run(["dpkg-query", "-S", path])
+    return out.split(":")[0] if status == 0 and out else None
 
 
 # --- shared libraries ---------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from ansible.module_utils import (
     gpu_host_rules_inventory,
     gpu_host_rules_memory,
     gpu_host_rules_models,
+    gpu_host_rules_named,
     gpu_host_rules_network,
     gpu_host_rules_notes,
     gpu_host_rules_ports,
@@ -36,6 +37,7 @@ from ansible.module_utils import (
 )
 from ansible.module_utils.gpu_host_rules import BLOCK, CAPABILITIES, INFO, PROFILES, RULES, WARN, Case, Map, merge
 
+from ansible.module_utils.gpu_host_grouped import grouped
 # The order of the report, within one severity: a cause comes before what it brings about.
 SUBJECTS = (
     gpu_host_rules_control,
@@ -43,6 +45,7 @@ SUBJECTS = (
     gpu_host_rules_instances,
     gpu_host_rules_ports,
     gpu_host_rules_flags,
+    gpu_host_rules_named,
     gpu_host_rules_args,
     gpu_host_rules_speculation,
     gpu_host_rules_driver,
@@ -69,7 +72,22 @@ _PLACE = {subject.__name__: at for at, subject in enumerate(SUBJECTS)}
 RULES.sort(key=lambda known: _PLACE[known.check.__module__])
 
 ORDER = {BLOCK: 0, WARN: 1, INFO: 2}
-WAIVABLE = tuple(known.id for known in RULES if known.needs_host and known.severity == BLOCK)
+# What judges the inventory, though against the host: no unit can be bound to a GPU that is not there, no profile be taken where
+# GPUs have two or none, and no engine starts with what it refuses. Estimates and untried combinations can be waived.
+NEVER_WAIVED = (
+    "not-root",
+    "gpu-none",
+    "gpu-unknown",
+    "gpu-capability",
+    "gpu-mixed",
+    "profile-mismatch",
+    "hybrid-radix",
+    "hybrid-tree",
+    "symmetric-memory",
+)
+WAIVABLE = tuple(
+    known.id for known in RULES if known.needs_host and known.severity == BLOCK and known.id not in NEVER_WAIVED
+)
 
 
 def profile_of(wanted: Map, facts: Map | None) -> str | None:
@@ -124,7 +142,7 @@ def judge(host: str, wanted: Map, facts: Map | None = None) -> Map:
             if known.id in WAIVABLE and str(waivers.get(known.id) or "").strip():
                 finding.update(severity=WARN, waived=waivers[known.id])
             findings.append(finding)
-    findings.sort(key=lambda finding: ORDER[finding["severity"]])
+    findings = sorted(grouped(findings, case.instances), key=lambda finding: ORDER[finding["severity"]])
     ok = not any(finding["severity"] == BLOCK for finding in findings)
     return {"verb": "preflight", "host": host, "ok": ok, "profile": profile, "findings": findings, "passed": passed}
 

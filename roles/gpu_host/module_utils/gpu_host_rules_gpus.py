@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ansible.module_utils.gpu_host_rules import (
     BLOCK,
@@ -20,11 +21,14 @@ from ansible.module_utils.gpu_host_rules import (
     on_kernel,
     on_metal,
     rule,
+    shown,
     version,
     wanted_gpus,
+    whole,
 )
 from ansible.module_utils.gpu_host_rules_bus import explained, fell_off, logged, on_each, several
 from ansible.module_utils.gpu_host_rules_driver import DRIVER, from_nvidia, headers, no_driver_cause
+from ansible.module_utils.gpu_host_rules_named import names_gpu
 
 
 @rule(
@@ -162,13 +166,31 @@ def gpu_unknown(case: Case) -> Iterator[Hit]:
         return
     others = [card for card in case.facts["gpu"].get("cards") or [] if card["driver"] not in ("nvidia", None)]
     given = "".join(f"; the card at {card['pci']} is driven by {card['driver']}" for card in others)
-    for at, instance in enumerate(case.instances):
-        asked = instance.get("gpus")
-        for one in asked if isinstance(asked, list) else []:
-            known = isinstance(one, bool) or not isinstance(one, (int, str)) or case.gpu(one) is not None
-            if not known and not explained(case, one):
-                have = ", ".join(f"{gpu['index']} ({gpu['uuid']})" for gpu in case.gpus) + given
-                yield Hit(label(instance, at), f"GPU {one!r}", f"one of {have}", f"Correct gpus of it in {case.where}.")
+    named = {one for asked in _lists(case) for one in asked}
+    many = {one for one in named if whole(one)}
+    # Every GPU here is named, and one more: a card that left the bus too looks like this, and then indices moved.
+    short = set(range(len(case.gpus))) < many and not others and inside(case) != "container"
+    have = ", ".join(f"{gpu['index']} ({gpu['uuid']})" for gpu in case.gpus) + given
+    for at, (instance, asked) in enumerate(zip(case.instances, _lists(case), strict=True)):
+        for one in asked:
+            if case.gpu(one) is not None or explained(case, one):
+                continue
+            observed, fix = f"GPU {shown(one)}", f"Correct gpus of it in {case.where}."
+            if short and whole(one):
+                observed += f"; the inventory names {len(many)} GPUs by index and the host has {len(case.gpus)}, also on its bus"
+                back = on_metal(case, "Switch the machine off and on; if it stays away, seat the card anew.")
+                fix = (
+                    f"If it never had more: take GPU {one} out of gpus in {case.where}. If it had, a card has left the bus and "
+                    f"indices may mean other cards than before. {back} To serve without it, name the GPUs by UUID "
+                    f"(`nvidia-smi -L`) in gpus of {case.where}."
+                )
+            yield Hit(label(instance, at), observed, f"one of {have}", fix)
+
+
+def _lists(case: Case) -> list[list[Any]]:
+    """What each instance names, in a form that means a GPU; another form has its own rule."""
+    asked = (instance.get("gpus") for instance in case.instances)
+    return [[one for one in gpus if names_gpu(one)] if isinstance(gpus, list) else [] for gpus in asked]
 
 
 @rule(

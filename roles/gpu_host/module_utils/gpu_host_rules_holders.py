@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ansible.module_utils.gpu_host_owners import owner
 from ansible.module_utils.gpu_host_rules import BLOCK, WARN, Case, Hit, Map, inside, on_kernel, ours, rule, wanted_gpus
 
 HELD_MIB = 1024  # more than a driver, a console or a login screen takes
@@ -21,12 +22,13 @@ def gpu_busy(case: Case) -> Iterator[Hit]:
     for gpu, process in _strangers(case):
         if process.get("orphan"):
             continue
-        pid, unit = process.get("pid"), process.get("unit")
-        who = f"process {pid}{_name(process)}" if pid else "a process of another container"
-        told = f"{who}{f' of {unit}' if unit else ''}{_owner(process)} {_holds(process)}"
+        who, of = "a process of another container", ""
         end = "Find it on the machine that runs this container (`nvidia-smi`) and end it"
-        if pid:
-            end = f"End it on the host (`{f'systemctl stop {unit}' if unit else f'kill {pid}'}`)"
+        if process.get("pid"):
+            found = owner(process)
+            who, of = f"process {process['pid']}{_name(process)}", f" of {found.name}" if found.name else ""
+            end = f"End it on the host ({found.end})"
+        told = f"{who}{of}{_user(process)} {_holds(process)}"
         yield Hit(
             f"GPU {gpu['index']} ({gpu['uuid']})",
             told,
@@ -49,7 +51,7 @@ def gpu_orphan(case: Case) -> Iterator[Hit]:
             held = f"{_holds(process)}, and what started it is gone"
             yield Hit(
                 f"GPU {gpu['index']} ({gpu['uuid']})",
-                f"process {pid}{_name(process)}{_owner(process)} {held}",
+                f"process {pid}{_name(process)}{_user(process)} {held}",
                 "no process that was left behind",
                 f"See what it was (`ps -o user,lstart,args -p {pid}`), then `kill {pid}`; if it is still there after some "
                 f"seconds, `kill -KILL {pid}`.",
@@ -102,7 +104,7 @@ def _holds(process: Map) -> str:
     return f"holds {process['memory_mib']} MiB" if process.get("memory_mib") is not None else "is on it"
 
 
-def _owner(process: Map) -> str:
+def _user(process: Map) -> str:
     return f" of user {process['user']}" if process.get("user") else ""
 
 

@@ -95,77 +95,8 @@ def mode_unknown(case: Case) -> Iterator[Hit]:
             yield Hit(
                 label(instance, at),
                 f"mode {shown(instance.get('mode'))}",
-                "one of " + ", ".join(MODES) + meant(near(str(instance.get("mode")), MODES, 1)),
-                f"Set mode: ddtree, or another of these, for it in {case.where} or in gpu_units_defaults.",
-            )
-
-
-@rule(
-    "gpus-bad",
-    BLOCK,
-    "An engine is bound to GPUs by name; without them it would take whichever comes first.",
-    source="https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#env-vars",
-    needs_host=False,
-)
-def gpus_bad(case: Case) -> Iterator[Hit]:
-    """gpus is a list of indices or UUIDs, empty on the cpu profile only."""
-    cpu = case.wanted.get("profile") == "cpu"
-    for at, instance in enumerate(case.instances):
-        gpus = instance.get("gpus")
-        if cpu and gpus in (None, []):
-            continue
-        if cpu:
-            yield Hit(
-                label(instance, at),
-                f"gpus {shown(gpus)} with gpu_host_profile: cpu",
-                "no gpus on the cpu profile",
-                f"Write gpus: [] for it in {case.where}, or set gpu_host_profile: auto.",
-            )
-        elif gpus in (None, []) and case.facts and not case.gpus:
-            continue  # gpu-none, or what hides them, says what to do about the host
-        elif not isinstance(gpus, list) or not gpus:
-            yield Hit(
-                label(instance, at),
-                f"gpus {shown(gpus)}",
-                "a list of at least one GPU",
-                f"Write gpus: [{at}] for it in {case.where}.",
-            )
-        else:
-            for gpu in gpus:
-                index = whole(gpu) and gpu >= 0
-                uuid = isinstance(gpu, str) and gpu.startswith("GPU-")
-                if not index and not uuid:
-                    yield Hit(
-                        label(instance, at),
-                        f"GPU {shown(gpu)}",
-                        "an index in PCI order (0, 1, ...) or a UUID (GPU-...)",
-                        f"Correct gpus of it in {case.where}; `nvidia-smi -L` on the host lists both.",
-                    )
-
-
-@rule(
-    "gpu-twice",
-    BLOCK,
-    "Two engines on one GPU fight for its memory, and the second one fails at its start.",
-    source="docs/operations.md",
-    needs_host=False,
-)
-def gpu_twice(case: Case) -> Iterator[Hit]:
-    """Each GPU is used once; an index and the UUID of the same GPU are told to be one when the host is known."""
-    users: dict[str, list[str]] = {}
-    for at, instance in enumerate(case.instances):
-        asked = instance.get("gpus")
-        for one in asked if isinstance(asked, list) else []:
-            found = case.gpu(one)
-            key = f"GPU {found['index']} ({found['uuid']})" if found else f"GPU {one}"
-            users.setdefault(key, []).append(label(instance, at))
-    for gpu, names in sorted(users.items()):
-        if len(names) > 1:
-            yield Hit(
-                " and ".join(dict.fromkeys(names)),
-                f"{gpu} {len(names)} times",
-                "each GPU in one instance, once",
-                f"Give {names[-1]} a GPU of its own in {case.where}.",
+                "one of " + ", ".join(MODES) + meant(names),
+                f"Set mode: {(names or ['ddtree'])[0]}, or another of these, for it in {case.where} or in gpu_units_defaults.",
             )
 
 
@@ -209,9 +140,10 @@ def address_bad(case: Case) -> Iterator[Hit]:
     """address is an IP address or a host name."""
     for at, instance in enumerate(case.instances):
         address = instance.get("address")
-        if _ip(address) is None and not (
-            isinstance(address, str) and HOST_NAME.match(address) and not re.fullmatch(r"[\d.]+", address)
-        ):
+        if not binds(address):
+            port = re.search(r":\d+\Z", str(address))
+            host = str(address)[: port.start()] if port and binds(str(address)[: port.start()]) else "127.0.0.1"
+            own = ", and the port as its key port," if port else ""
             yield Hit(
                 label(instance, at),
                 f"address {shown(address)}",
@@ -247,3 +179,10 @@ def _ip(address: Any) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(address) if isinstance(address, str) else None
     except ValueError:
         return None
+def binds(address: Any) -> bool:
+    """Whether it has the form of something to bind: an IP address or a host name."""
+    if not isinstance(address, str):
+        return False
+    return _ip(address) is not None or bool(HOST_NAME.match(address) and not re.fullmatch(r"[\d.]+", address))
+
+

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ansible.module_utils.gpu_host_owners import owner
 from ansible.module_utils.gpu_host_rules import BLOCK, Case, Hit, Map, label, ours, rule
+from ansible.module_utils.gpu_host_rules_instances import binds
 
 
 @rule(
@@ -29,7 +31,8 @@ def port_busy(case: Case) -> Iterator[Hit]:
                     if listener["pid"]
                     else "a process that is not visible"
                 )
-                unit = f" of {listener['unit']}" if listener.get("unit") else ""
+                name = owner(listener).name if listener["pid"] else listener.get("unit")
+                unit = f" of {name}" if name else ""
                 yield Hit(
                     label(instance, at),
                     f"port {listener['port']} is held by {who}{unit} on {listener['address']}",
@@ -42,10 +45,8 @@ def port_busy(case: Case) -> Iterator[Hit]:
 def _end(listener: Map) -> str:
     if listener["process"] == "docker-proxy":  # Docker would start it again
         return f"Stop its container (`docker stop $(docker ps -q --filter publish={listener['port']})`)"
-    if listener.get("unit"):
-        return f"End it on the host (`systemctl stop {listener['unit']}`)"
     if listener["pid"]:
-        return f"End it on the host (`kill {listener['pid']}`)"
+        return f"End it on the host ({owner(listener).end})"
     return f"Find it as root (`ss -ltnp 'sport = :{listener['port']}'`) and end it"
 
 
@@ -66,7 +67,7 @@ def address_foreign(case: Case) -> Iterator[Hit]:
     """Every address of an instance can be bound."""
     for at, instance in enumerate(case.instances):
         reason = case.facts["bind"].get(str(instance.get("address")))
-        if reason:
+        if reason and binds(instance.get("address")):  # what is no address has its own rule
             yield Hit(
                 label(instance, at),
                 f"address {instance['address']}: {reason}",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ansible.module_utils.gpu_host_rules import BLOCK, Case, Hit, Map, args_of, label, rule, shown, whole
 
@@ -37,19 +38,20 @@ def _env(instance: Map) -> Map:
     return env if isinstance(env, dict) else {}
 
 
+def _enabled(value: Any) -> bool:
+    return str(value).lower() in ("1", "true", "yes", "y")
+
+
 def inner_ports(instance: Map) -> dict[int, str]:
     """Further ports that an engine binds, each with what for. One that it picks itself is free, and none of these.
 
-    Source: sglang 0.5.11, server_args.py (PortArgs, grpc_port) and data_parallel_controller.py.
+    Source: sglang 0.5.11, server_args.py (PortArgs) and data_parallel_controller.py. gRPC's is not among them: nothing in that
+    release starts the server that SGLANG_ENABLE_GRPC asks for, only the two numbers are compared.
     """
-    args, env, port = args_of(instance), _env(instance), instance.get("port")
-    named = {name: args[name] for name in ("nccl-port", "grpc-http-sidecar-port") if whole(args.get(name))}
-    found = {number: name for name, number in named.items()}
+    args, port = args_of(instance), instance.get("port")
+    found = {args["nccl-port"]: "nccl-port"} if whole(args.get("nccl-port")) else {}
     if not whole(port):
         return found
-    if str(env.get("SGLANG_ENABLE_GRPC", "")).lower() in ("1", "true", "yes", "y"):
-        given = str(env.get(GRPC_PORT, port + 10000))
-        found |= {int(given): "gRPC"} if given.isdecimal() else {}
     if args.get("enable-dp-attention") is True and not {"dist-init-addr", "nccl-init-addr"} & set(args):
         found |= {port + 13: "the handshake of enable-dp-attention"}
         found |= dict.fromkeys(range(port + 233, port + 239), "messages of enable-dp-attention")
@@ -70,6 +72,14 @@ def port_inner(case: Case) -> Iterator[Hit]:
         own = {instance["port"]: "port"} if whole(instance.get("port")) else {}
         for number, use in [*own.items(), *inner_ports(instance).items()]:
             bound.setdefault(number, []).append((label(instance, at), use))
+        grpc = _env(instance).get(GRPC_PORT)
+        if own and str(grpc) == str(instance["port"]) and _enabled(_env(instance).get("SGLANG_ENABLE_GRPC")):
+            yield Hit(
+                label(instance, at),
+                f"{grpc} is port and {GRPC_PORT} of it",
+                "each port for one purpose; the engine refuses these",
+                f"Take {GRPC_PORT} out of env of it in {case.where}.",
+            )
     told = set()
     for number, users in sorted(bound.items()):
         names = " and ".join(dict.fromkeys(name for name, _ in users))

@@ -10,6 +10,13 @@ from ansible.module_utils.gpu_host_rules_driver import from_nvidia
 
 CUDA = "13.0"  # torch of the lock
 TOOLKIT = "cuda-toolkit-13-0"
+# All parts of Debian's compilers that are installed: whichever of them lost a file gets it back.
+PARTS = "gcc 'gcc-*' g++ 'g++-*' cpp 'cpp-*' binutils 'binutils-*' libc6-dev linux-libc-dev 'libgcc-*-dev' 'libstdc++-*-dev'"
+MEND = (
+    "`apt-get update && apt-get install --reinstall -y $(dpkg-query -W -f '${db:Status-Status} ${binary:Package}\\n' "
+    f"{PARTS} 2>/dev/null | sed -n 's/^installed //p')`"
+)
+INSTALL = "`dnf install -y gcc gcc-c++ glibc-devel`, and `dnf reinstall -y` with the same where they are installed; or the like."
 MIN_NVCC = {"sm120": "12.9", "sm100": "12.9", "sm90": "12.4"}
 
 
@@ -124,18 +131,36 @@ def nvcc_mismatch(case: Case) -> Iterator[Hit]:
 @rule(
     "compiler-missing",
     BLOCK,
-    "Triton compiles its launcher with the host's C compiler at the first start.",
-    source="https://triton-lang.org/main/getting-started/installation.html",
+    "Kernels and their launchers are compiled on the host at the first start, the cpu profile's stub when a release is built.",
+    source="https://docs.flashinfer.ai/installation.html",
 )
 def compiler_missing(case: Case) -> Iterator[Hit]:
-    """A C compiler on a GPU host; where apt is, the build installs one."""
-    if on_gpus(case) and not case.facts.get("compiler") and not case.facts["platform"]["apt"]:
-        yield Hit(
-            "the C compiler",
-            "no cc, gcc or clang",
-            "a C compiler",
-            "Install gcc and the C library's headers: `dnf install -y gcc glibc-devel`, or the like.",
-        )
+    """Compilers that work; those that apt has not installed yet, the build installs."""
+    apt, found = case.facts["platform"]["apt"], case.facts.get("compilers") or {}
+    broken = {
+        name: one
+        for name, one in found.items()
+        if name in _compilers(case) and (not one["path"] or one["error"]) and (not apt or one["installed"])
+    }
+    if broken:
+        told = [
+            f"{name} at {one['path']}: {one['error']}" if one["path"] else f"{name} is not found"
+            for name, one in broken.items()
+        ]
+        if apt:
+            told.append("apt has the package as installed and installs nothing")
+        yield Hit("the compilers", "; ".join(told), "on a unit's PATH, and able to compile", MEND if apt else INSTALL)
+
+
+def _compilers(case: Case) -> tuple[str, ...]:
+    """What will be called: on the cpu profile gcc, once for a release; CC and CXX of all instances stand for others."""
+    if case.wanted.get("profile") == "cpu":
+        return () if case.facts.get("current") else ("gcc",)
+    if not on_gpus(case):
+        return ()
+    envs = [env if isinstance(env := one.get("env"), dict) else {} for one in case.instances]
+    given = {name for name in ("CC", "CXX") if envs and all(env.get(name) for env in envs)}
+    return (*(() if "CC" in given else ("gcc",)), *(() if "CXX" in given else ("g++", "c++")))
 
 
 @rule(
@@ -148,12 +173,15 @@ def python_headers_missing(case: Case) -> Iterator[Hit]:
     """Python.h of the chosen interpreter on a GPU host; the build installs python3-dev, which serves the system's own only."""
     python = next((one for one in case.facts["pythons"] if one["venv"]), None)
     apt = case.facts["platform"]["apt"]
-    installed = apt and bool(python and python["system"])
+    owner = python.get("headers_package") if python and apt else None
+    installed = apt and bool(python and python["system"]) and not owner
     if on_gpus(case) and python and not python["headers"] and not installed:
-        package = f"python{python['version']}-dev" if apt else f"python{python['version']}-devel"
+        package = owner or (f"python{python['version']}-dev" if apt else f"python{python['version']}-devel")
+        again = " --reinstall" if owner else ""
+        lost = f"; apt has {owner} as installed and installs nothing" if owner else ""
         yield Hit(
             "Python.h",
-            f"not installed for {python['path']}",
+            f"{'not there' if owner else 'not installed'} for {python['path']}{lost}",
             f"the headers of Python {python['version']}",
-            f"`{'apt-get update && apt-get' if apt else 'dnf'} install -y {package}`, or the like for this interpreter.",
+            f"`{'apt-get update && apt-get' if apt else 'dnf'} install{again} -y {package}`, or the like for this interpreter.",
         )
