@@ -101,6 +101,7 @@ def mode_unknown(case: Case) -> Iterator[Hit]:
 
 
 @rule(
+            names = near(str(instance.get("mode")), MODES, 1)
     "parallel-size",
     BLOCK,
     "The engine uses exactly as many GPUs as its parallel sizes multiply to; more or fewer fail at its start.",
@@ -148,7 +149,7 @@ def address_bad(case: Case) -> Iterator[Hit]:
                 label(instance, at),
                 f"address {shown(address)}",
                 "an IP address or a host name",
-                f"Set address: 127.0.0.1 for it in {case.where}.",
+                f"Set address: {host}{own} for it in {case.where}.",
             )
 
 
