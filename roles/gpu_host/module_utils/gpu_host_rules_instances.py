@@ -92,6 +92,7 @@ def mode_unknown(case: Case) -> Iterator[Hit]:
     """mode is one of the four."""
     for at, instance in enumerate(case.instances):
         if instance.get("mode") not in MODES:
+            names = near(str(instance.get("mode")), MODES, 1)
             yield Hit(
                 label(instance, at),
                 f"mode {shown(instance.get('mode'))}",
@@ -101,7 +102,6 @@ def mode_unknown(case: Case) -> Iterator[Hit]:
 
 
 @rule(
-            names = near(str(instance.get("mode")), MODES, 1)
     "parallel-size",
     BLOCK,
     "The engine uses exactly as many GPUs as its parallel sizes multiply to; more or fewer fail at its start.",
@@ -153,6 +153,13 @@ def address_bad(case: Case) -> Iterator[Hit]:
             )
 
 
+def binds(address: Any) -> bool:
+    """Whether it has the form of something to bind: an IP address or a host name."""
+    if not isinstance(address, str):
+        return False
+    return _ip(address) is not None or bool(HOST_NAME.match(address) and not re.fullmatch(r"[\d.]+", address))
+
+
 @rule(
     "address-open",
     BLOCK,
@@ -180,10 +187,3 @@ def _ip(address: Any) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(address) if isinstance(address, str) else None
     except ValueError:
         return None
-def binds(address: Any) -> bool:
-    """Whether it has the form of something to bind: an IP address or a host name."""
-    if not isinstance(address, str):
-        return False
-    return _ip(address) is not None or bool(HOST_NAME.match(address) and not re.fullmatch(r"[\d.]+", address))
-
-
