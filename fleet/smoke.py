@@ -35,6 +35,7 @@ SOURCES = (
     "smoke_host",
     "smoke_recording",
     "smoke_backends",
+    "smoke_files",
     "smoke_run",
 )  # in the order of their imports
 Verdict = dict[str, Any]

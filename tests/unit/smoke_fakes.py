@@ -54,13 +54,14 @@ class FakeHost(sh.Host):
     """A host with one unit per name; `states` and `lines` may be changed by a test."""
 
     def __init__(self, root: Path, mode: str, url: str) -> None:
-        super().__init__(str(root / "state"), str(root / "config"), str(root / "releases"))
+        super().__init__(str(root / "state"), str(root / "config"), str(root / "releases"), str(root))
         self.lines = log(mode)
         self.states: dict[str, dict[str, str]] = {}
         self.calls: list[tuple[str, str]] = []
         self.fail: dict[tuple[str, str], str] = {}
         self.releases_running = [RELEASE]
         self.has_start = True
+        self.settings = ""
         self.left: list[int] = []
         self.instance: dict[str, Any] = {
             "name": "gpu0", "mode": mode, "unit": "sglang@gpu0.service", "baseline_unit": "sglang@gpu0.baseline.service",
@@ -72,7 +73,9 @@ class FakeHost(sh.Host):
         (self.config / "gpu0.yaml").write_text(INSTANCE_FILE)
 
     def deploy(self, instances: list[dict[str, Any]]) -> None:
-        sh.write_json(self.state / "deployments" / "current.json", {"release": RELEASE, "instances": instances})
+        files = {"config/gpu0.yaml": INSTANCE_FILE}
+        current = {"release": RELEASE, "instances": instances, "files": files}
+        sh.write_json(self.state / "deployments" / "current.json", current)
 
     def unit(self, unit: str) -> dict[str, str]:
         usual = {"ActiveState": "active", "SubState": "running", "InvocationID": "aa11", "NRestarts": "0"}
@@ -96,6 +99,9 @@ class FakeHost(sh.Host):
 
     def journal_tail(self, unit: str, invocation: str, lines: int) -> list[str]:
         return ["RuntimeError: CUDA out of memory", "Main process exited, code=exited, status=1/FAILURE"][-lines:]
+
+    def journal_settings(self) -> str:
+        return self.settings
 
     def journal_has_start(self, invocation: str) -> bool:
         return self.has_start

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible.module_utils import smoke_files
 from ansible.module_utils import smoke_host as sh
 from ansible.module_utils import smoke_recording as recordings
 from ansible.module_utils import smoke_run as run
@@ -114,6 +115,39 @@ class TestDdtree:
         host.lines = good
         assert failed(verdict(host)) == ["never.dflash-verify"]
 
+    def test_an_empty_journal_is_one_failure_with_its_cause(self, host: FakeHost) -> None:
+        host.lines, host.has_start = [], False
+        host.settings = "# /etc/systemd/journald.conf\n[Journal]\n#Storage=auto\n"
+        result = verdict(host)
+        assert failed(result) == ["journal.whole"]
+        other = next(c for c in result["checks"] if not c["ok"])
+        assert "`systemctl cat sglang@gpu0.service`" in other["fix"]
+        drop = "/etc/systemd/journald.conf.d/a.conf"
+        host.settings += f"\n# {drop}\n[Journal]\n Storage = none\n"
+        (silent,) = (c for c in verdict(host)["checks"] if not c["ok"])
+        assert silent["observed"].startswith(f"0 lines of this invocation; Storage=none in {drop} ")
+        assert f"Storage=auto/' {drop} && systemctl restart systemd-journald.service" in silent["fix"]
+        assert "&& systemctl restart sglang@gpu0.service`" in silent["fix"]
+
+    def test_a_file_that_was_changed_by_hand_fails(self, host: FakeHost) -> None:
+        file = host.config / "gpu0.yaml"
+        file.write_text(file.read_text() + "max-running-requests: 1\n")
+        result = verdict(host)
+        assert failed(result) == ["deployment.files"]
+        (changed_file,) = (c for c in result["checks"] if not c["ok"])
+        assert changed_file["observed"] == f"{file}: changed"
+        assert changed_file["fix"].startswith("`ansible-playbook site.yml -l ct200 --tags activate`")
+        file.unlink()
+        assert failed(verdict(host))[0] == "deployment.files"
+
+    @pytest.mark.parametrize("text", ["{", "[]", '{"release": "abc", "instances": []}'])
+    def test_a_damaged_record_is_told_as_such(self, host: FakeHost, text: str) -> None:
+        path = host.state / "deployments/current.json"
+        path.write_text(text)
+        (broken,) = verdict(host)["checks"]
+        assert (broken["id"], broken["ok"]) == ("deployment.current", False)
+        assert broken["fix"].startswith(f"`rm {path}` on the host, then `ansible-playbook site.yml -l ct200`")
+
     def test_a_late_hook_is_waited_for(self, host: FakeHost) -> None:
         whole, looks = host.lines, []
         early = [line for line in whole if "DDTREE metrics" not in line]
@@ -141,7 +175,8 @@ class TestDdtree:
         host.states["sglang@gpu0.service"] = dead
         result = verdict(host)
         assert failed(result) == ["unit.active"]
-        assert "CUDA out of memory" in result["checks"][0]["observed"]
+        dead_unit = next(c for c in result["checks"] if not c["ok"])
+        assert "CUDA out of memory" in dead_unit["observed"]
 
     def test_an_engine_that_does_not_answer_fails(self, host: FakeHost) -> None:
         host.deploy([{**host.instance, "url": "http://127.0.0.1:9"}])
@@ -193,6 +228,12 @@ class TestDdtree:
         host.deploy([{**host.instance, "api_key_file": str(key)}])
         with pytest.raises(sh.SmokeError, match="API key"):
             verdict(host)
+
+
+def test_the_last_storage_holds() -> None:
+    files = "# /etc/a.conf\n[Journal]\nStorage=none\n# /etc/b.conf\n[Journal]\nStorage=volatile\n# a comment of it\n"
+    assert smoke_files.storage(files) == ("volatile", "/etc/b.conf")
+    assert smoke_files.storage("# /etc/a.conf\n#Storage=none\n") is None
 
 
 def changed(mode: str, **meta: Any) -> Any:
@@ -264,8 +305,8 @@ def test_no_deployment_is_a_failure_that_says_what_to_run(tree: Path) -> None:
     assert failed(result) == ["deployment.current"]
     assert "site.yml" in result["checks"][0]["fix"]
     (host.state / "deployments" / "current.json").write_text('{"instances": {}}')
-    with pytest.raises(sh.SmokeError, match=r"current\.json cannot be used"):
-        verdict(host)
+    with pytest.raises(sh.SmokeError, match=r"current\.json cannot be used"):  # what records baselines has no verdict
+        host.deployment()
 
 
 # --- recording ---------------------------------------------------------------------------------------------------

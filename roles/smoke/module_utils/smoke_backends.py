@@ -71,7 +71,7 @@ def judge_backends(
     mode: str,
     flags: Mapping[str, Any] | None,
     states: Sequence[Mapping[str, Any]] | str,
-    lines: Mapping[str, str],
+    lines: Mapping[str, str] | None,
     rows: Sequence[Mapping[str, Any]],
     instance: str,
 ) -> list[judge.Check]:
@@ -82,7 +82,8 @@ def judge_backends(
         mode: mode of the instance.
         flags: what the instance's file asks for, None where there is no file.
         states: arguments of every scheduler, or why they could not be had.
-        lines: lines of the journal by check id, as JournalScan found them.
+        lines: lines of the journal by check id, as JournalScan found them; None where the journal has no line at all, and
+            a check of nothing else is left out.
         rows: rows of the matrix out of the release's manifest; [] for a release from before there were any.
         instance: name for the checks.
     """
@@ -101,7 +102,9 @@ def judge_backends(
     for ident, entry in hooks["backends"].items():
         if entry.get("speculative") and not hooks["modes"][mode]["speculative"]:
             continue
-        pairs = _pairs(entry, flags, states, lines.get(ident))
+        if lines is None and not entry.get("fields"):
+            continue
+        pairs = _pairs(entry, flags, states, (lines or {}).get(ident))
         allowed, names = _allowed(entry["topic"], rows)
         wrong = [what for what, observed, asked in pairs if observed != asked]
         foreign = [

@@ -40,6 +40,14 @@ class SmokeError(Exception):
     """Something the operator has to put right; the text names the thing, the expected state and the next step."""
 
 
+class DeploymentError(SmokeError):
+    """The record of the deployment cannot be used: `told` says why, `fix` what to do."""
+
+    def __init__(self, told: str, fix: str) -> None:
+        super().__init__(f"{told}; {fix}")
+        self.told, self.fix = told, fix
+
+
 def require_root() -> None:
     """Raises SmokeError for any other user: what it reads (units, journal, keys) is root's."""
     if os.geteuid() != 0:
@@ -56,20 +64,27 @@ class Host:
         state: str = "/var/lib/sglang-fleet",
         config: str = "/etc/sglang-fleet/instances",
         releases: str = "/opt/sglang-fleet/releases",
+        root: str = "/",
     ) -> None:
+        self.root = Path(root)
         self.state, self.config, self.releases = Path(state), Path(config), Path(releases)
 
     def deployment(self) -> dict[str, Any] | None:
-        """The current deployment, None where nothing is deployed. Raises SmokeError if it cannot be read."""
+        """The current deployment, None where nothing is deployed. Raises DeploymentError if it cannot be used."""
         path = self.state / "deployments" / "current.json"
         try:
             current = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(current["release"], str) or not isinstance(current["instances"], list):
                 raise TypeError("release is a text and instances a list")
+            if not isinstance(current["files"], dict):
+                raise TypeError("files is a map")
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SmokeError(f"{path} cannot be used ({error!r}); `{{site}} --tags activate` writes it anew") from error
+            raise DeploymentError(
+                f"{path} cannot be used ({error!r})",
+                f"`rm {path}` on the host, then `{{site}}`, which writes it anew",
+            ) from error
         return dict(current)
 
     def unit(self, unit: str) -> dict[str, str]:
@@ -99,6 +114,13 @@ class Host:
         if not invocation:
             matches = [f"_SYSTEMD_UNIT={unit}", "+", f"UNIT={unit}"]
         return list(_journal(f"--lines={lines}", *matches))
+
+    def journal_settings(self) -> str:
+        """The files of journald's settings, each after its name; empty where they cannot be had."""
+        try:
+            return _run("systemd-analyze", "cat-config", "systemd/journald.conf")
+        except SmokeError:
+            return ""  # it only explains a check that has failed
 
     def journal_has_start(self, invocation: str) -> bool:
         """Whether systemd's message about the start of this invocation is still in the journal.

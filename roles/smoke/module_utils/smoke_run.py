@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ansible.module_utils import smoke_backends as backends
+from ansible.module_utils import smoke_files as files
 from ansible.module_utils import smoke_host as sh
 from ansible.module_utils import smoke_judge as judge
 from ansible.module_utils import smoke_recording as recordings
@@ -41,7 +42,19 @@ def probe(
     """The verdict on a host. `settings` are the role's variables without their prefix, and host, mode, instance."""
     started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     name = str(settings.get("host") or socket.gethostname())
-    deployment = host.deployment()
+    try:
+        deployment = host.deployment()
+    except sh.DeploymentError as error:
+        broken = judge.check(
+            "deployment.current",
+            False,
+            error.told,
+            "a deployment in JSON",
+            "nothing tells what should serve",
+            error.fix,
+        )
+        none: dict[str, Any] = judge.verdict(name, None, [broken], [], started, time.monotonic() - clock)
+        return _filled(none, [], settings)
     if deployment is None or not deployment["instances"]:
         nothing = judge.check(
             "deployment.current",
@@ -60,7 +73,8 @@ def probe(
         done = list(
             pool.map(lambda i: _instance(host, deployment["release"], i, hooks, prompts, settings, earlier), chosen)
         )
-    checks = [c for some, _ in done for c in some]
+    checks = [files.judge_files(deployment["files"], host.root)] if chosen else []
+    checks += [c for some, _ in done for c in some]
     result: dict[str, Any] = judge.verdict(
         name, deployment["release"], checks, [s for _, s in done], started, time.monotonic() - clock
     )
@@ -144,7 +158,8 @@ def _instance(
         text = host.instance_text(name)
         asked = None if text is None else backends.flags_of(text)
         rows = host.matrix_rows(release)
-        checks += backends.judge_backends(hooks, mode, asked, states, scan.found, rows, name)
+        found = scan.found if scan.lines or scan.found else None
+        checks += backends.judge_backends(hooks, mode, asked, states, found, rows, name)
     checks.append(_judge_steady(before, host.unit(str(instance["unit"])), name))
     return checks, summary
 
@@ -302,8 +317,11 @@ def _judge_journal(
         if not scan.missing() or time.monotonic() >= deadline:
             break
         time.sleep(PAUSE)  # journald takes a moment to store what the engine has just written
-    whole = known is not None or host.journal_has_start(invocation)
+    silent = known is None and not scan.lines
+    whole = known is not None or (not silent and host.journal_has_start(invocation))
     summary |= {"journal_lines": scan.lines, "evidence": scan.found, "whole": whole}
+    if silent:
+        return [files.judge_silent(host.journal_settings(), name)]
     checks: list[judge.Check] = judge.judge_hooks(hooks, scan, name)
     checks.append(
         judge.check(
