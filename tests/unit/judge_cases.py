@@ -8,6 +8,7 @@ from typing import Any
 from ansible.module_utils.gpu_host_gather_shape import describe_shape
 
 from tests.unit.judge_cases_control import CONTROL
+from tests.unit.judge_cases_deployed import DEPLOYED
 from tests.unit.judge_cases_host import HOST, IN_LXC
 from tests.unit.judge_cases_inventory import INVENTORY
 from tests.unit.judge_cases_models import MODELS
@@ -67,7 +68,9 @@ BROKEN: list[tuple[str, Change, list[str]]] = [
     *CONTROL,
     *MODELS,
     *HOST,
+    *DEPLOYED,
     *INVENTORY,
+    *SIZES,
     ("engine-unknown", inventory(engine="sglang-9"), ["sglang-9", "sglang-0.5.11"]),
     ("engine-unknown", inventory(engine=None), ["nothing"]),
     ("profile-unknown", both(inventory(profile="sm999")), ["sm999", "auto, sm90"]),

@@ -104,6 +104,7 @@ RECOVERY = ", GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Requ
 AGAIN = ", GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)"
 BY_UUID = inventory(instances=[{"name": "a", "gpus": [gpu(7)["uuid"]], "port": 30000}])
 
+MASKED = ["systemd-journald-dev-log.socket"]
 HOST: list[tuple[str, Change, list[str]]] = [
     ("gpu-none", on_gpu(nvidia_smi=None, gpus=[]), ["host_vars/ct200.yml", "gpu_host_profile: cpu", "no nvidia-smi"]),
     ("gpu-none", on_gpu(gpus=[], error="couldn't communicate"), ["couldn't communicate"]),
@@ -348,6 +349,26 @@ HOST: list[tuple[str, Change, list[str]]] = [
     ),
     (
         "journal-off",
+        systemd(journal={"masked": [*MASKED, "systemd-journald.service"], "active": False, "kept": False}),
+        ["`systemctl unmask systemd-journald-dev-log.socket systemd-journald.service && systemctl restart"],
+    ),
+    (
+        "journal-off",
+        systemd(
+            journal={**good()[1]["systemd"]["journal"], "storage": {"value": "none", "file": "/etc/systemd/a.conf"}}
+        ),
+        [
+            "Storage=none in /etc/systemd/a.conf",
+            "Storage=auto/' /etc/systemd/a.conf && systemctl restart systemd-journald",
+        ],
+    ),
+    (
+        "journal-off",
+        systemd(journal={**good()[1]["systemd"]["journal"], "storage": {"value": "none", "file": "/usr/lib/z.conf"}}),
+        ["printf '[Journal]\\nStorage=auto\\n' > /etc/systemd/journald.conf.d/zz.conf && systemctl restart"],
+    ),
+    (
+        "journal-off",
         systemd(journal={"masked": [], "active": False, "kept": True}),
         ["is stopped", "`systemctl restart systemd-journald.socket"],
     ),
@@ -409,5 +430,9 @@ QUIET_HOST: dict[str, Change] = {
     ),
     "a row that was replaced, and a program's end": on_gpu(xids=[xid(63), xid(45)]),
     "facts without a journal": systemd(journal=None),
+    "a journal without a socket for syslog": systemd(journal={"masked": MASKED, "active": True, "kept": True}),
+    "a journal in memory": systemd(
+        journal={**good()[1]["systemd"]["journal"], "storage": {"value": "volatile", "file": "/etc/a.conf"}}
+    ),
     "a driver that tells nothing and has nothing to tell": NO_WORD,
 }

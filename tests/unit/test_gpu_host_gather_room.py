@@ -15,6 +15,8 @@ def test_room_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
     assert 0 < facts["disk"]["free"] <= facts["disk"]["total"]
     assert facts["current"] is None
     (tmp_path / "current").symlink_to("releases/abc")
+    assert gather.gather_room(str(tmp_path))["current"] is None
+    (tmp_path / "releases/abc").mkdir(parents=True)
     assert gather.gather_room(str(tmp_path))["current"] == "abc"
 
 
@@ -48,5 +50,5 @@ def test_the_mount_that_holds_a_path(path: str, kind: str, has: str) -> None:
 
 def test_mounts_of_this_machine(tmp_path: Path) -> None:
     facts = gather.gather_mounts([str(tmp_path / "not/there/yet")])
-    assert set(facts) == {str(tmp_path / "not/there/yet"), "/tmp", "/dev/shm"}
+    assert set(facts) == {str(tmp_path / "not/there/yet"), "/tmp", "/dev/shm", *gather.PLACES}
     assert facts["/dev/shm"]["type"] == "tmpfs"

@@ -56,6 +56,21 @@ def test_units_of_the_journal() -> None:
     assert gather.parse_journal(both("loaded", "inactive", "inactive"))["active"] is False
     masked = {"masked": ["systemd-journald.service"], "active": False}
     assert gather.parse_journal(both("masked", "inactive", "failed")) == masked
+    syslog = "\nId=systemd-journald-dev-log.socket\nLoadState=masked\nActiveState=active\n"
+    # Its own masking counts, and that it listens takes no message of a unit.
+    assert gather.parse_journal(both("loaded", "inactive", "inactive") + syslog) == {
+        "masked": ["systemd-journald-dev-log.socket"],
+        "active": False,
+    }
+
+
+def test_the_last_storage_of_the_journal_holds() -> None:
+    files = "# /etc/systemd/journald.conf\n[Journal]\n#Storage=auto\n"
+    assert gather.parse_storage(files) is None
+    files += "# /run/systemd/journald.conf.d/a.conf\n[Journal]\n Storage = None\n"
+    assert gather.parse_storage(files) == {"value": "none", "file": "/run/systemd/journald.conf.d/a.conf"}
+    files += "# /etc/systemd/journald.conf.d/b.conf\n[Journal]\nStorage=volatile\n"
+    assert gather.parse_storage(files) == {"value": "volatile", "file": "/etc/systemd/journald.conf.d/b.conf"}
 
 
 @pytest.mark.parametrize(("user", "shown", "kept"), [(0, "a message", True), (0, "", False), (1000, "", None)])
@@ -65,7 +80,7 @@ def test_a_journal_that_keeps_nothing(
     states = "Id=systemd-journald.service\nLoadState=loaded\nActiveState=active\n"
     monkeypatch.setattr(gather, "run", lambda argv: (0, states if argv[0] == "systemctl" else shown, ""))
     monkeypatch.setattr(gather.os, "geteuid", lambda: user)
-    assert gather.gather_journal() == {"masked": [], "active": True, "kept": kept}
+    assert gather.gather_journal() == {"masked": [], "active": True, "kept": kept, "storage": None}
 
 
 def test_process_1_of_this_machine() -> None:

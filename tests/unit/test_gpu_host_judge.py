@@ -32,8 +32,10 @@ from tests.unit.judge_cases import (
     WITH,
 )
 from tests.unit.judge_cases_control import QUIET_CONTROL
+from tests.unit.judge_cases_deployed import QUIET_DEPLOYED
 from tests.unit.judge_cases_host import IN_LXC, MISMATCH, QUIET_HOST, UNSIGNED, xid
 from tests.unit.judge_cases_models import QUIET_MODELS
+from tests.unit.judge_cases_sizes import SIZES_RIGHT
 from tests.unit.judge_kit import (
     BUSY,
     CPU,
@@ -189,6 +191,8 @@ QUIET: dict[str, Change] = {
     **QUIET_CONTROL,
     **QUIET_MODELS,
     **QUIET_HOST,
+    **QUIET_DEPLOYED,
+    **SIZES_RIGHT,
     "a link that rests at idle": on_first(pcie={**gpu(0)["pcie"], "gen": 1, "width": 16}),
     "an unknown link": on_first(pcie=dict.fromkeys(gpu(0)["pcie"])),
     "a GPU that says nothing of its health": on_first(ecc={}, remapped=None, throttle=[], mig=None, persistence=None),

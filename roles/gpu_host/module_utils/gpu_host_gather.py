@@ -28,6 +28,7 @@ if __name__ == "__main__":
 from ansible.module_utils.gpu_host_gather_access import engine_user
 from ansible.module_utils.gpu_host_gather_base import Facts, which
 from ansible.module_utils.gpu_host_gather_child import ChildError, in_child
+from ansible.module_utils.gpu_host_gather_deployed import gather_deployed
 from ansible.module_utils.gpu_host_gather_kernel import gather_kernel, gather_xids
 from ansible.module_utils.gpu_host_gather_models import gather_model
 from ansible.module_utils.gpu_host_gather_pci import gather_placement, nvidia_devices
@@ -113,6 +114,7 @@ def gather(
         "libraries": gather_libraries(),
         "secure_boot": gather_secure_boot(),
         **gather_room(root),
+        "deployed": gather_deployed(root),
         "mounts": gather_mounts([root, *models]),
         "ports": gather_ports(),
         "bind": bindable(addresses),

@@ -11,6 +11,8 @@ from ansible.module_utils.gpu_host_gather_base import Facts, read
 
 SHM = "/dev/shm"  # noqa: S108 - looked at, not written to
 TMP = "/tmp"  # noqa: S108 - likewise
+# Where a run writes beside the releases.
+PLACES = ("/etc", "/etc/systemd/system", "/etc/sglang-fleet", "/var/lib/sglang-fleet")
 
 
 def gather_room(root: str) -> Facts:
@@ -20,7 +22,7 @@ def gather_room(root: str) -> Facts:
     current = Path(root) / "current"
     facts: Facts = {
         "disk": {"path": str(folder), "free": disk.f_bavail * disk.f_frsize, "total": disk.f_blocks * disk.f_frsize},
-        "current": current.readlink().name if current.is_symlink() else None,
+        "current": current.readlink().name if current.is_symlink() and current.exists() else None,
         "shm": None,
     }
     if Path(SHM).is_dir():
@@ -49,18 +51,18 @@ def parse_mountinfo(text: str) -> list[tuple[str, str, list[str]]]:
 
 
 def mount_of(path: str, mounts: list[tuple[str, str, list[str]]]) -> Facts | None:
-    """`{type, options}` of the mount that holds a path; of several on one point the last one is seen."""
+    """`{point, type, options}` of the mount that holds a path; of several on one point the last one is seen."""
     best: tuple[str, str, list[str]] | None = None
     for mount in mounts:
         point = mount[0].rstrip("/")
         holds = path == point or path.startswith(f"{point}/")
         if holds and (best is None or len(point) >= len(best[0].rstrip("/"))):
             best = mount
-    return {"type": best[1], "options": best[2]} if best else None
+    return {"point": best[0], "type": best[1], "options": best[2]} if best else None
 
 
 def gather_mounts(paths: list[str]) -> Facts:
-    """`{path: {type, options}}` of the given paths, /tmp and /dev/shm; a path that is not there counts as its nearest parent."""
+    """`{path: mount}` of the given paths, PLACES, /tmp and /dev/shm; of a path that is not there that of its nearest parent."""
     mounts = parse_mountinfo(read("/proc/self/mountinfo") or "")
-    found = {path: mount_of(str(_existing(path).resolve()), mounts) for path in (*paths, TMP, SHM)}
+    found = {path: mount_of(str(_existing(path).resolve()), mounts) for path in (*paths, *PLACES, TMP, SHM)}
     return {path: mount for path, mount in found.items() if mount}

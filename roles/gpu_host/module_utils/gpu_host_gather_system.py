@@ -73,7 +73,8 @@ def gather_systemd() -> Facts:
     }
 
 
-JOURNAL_UNITS = ("systemd-journald.service", "systemd-journald.socket")
+JOURNAL_UNITS = ("systemd-journald.service", "systemd-journald.socket", "systemd-journald-dev-log.socket")
+SYSLOG = "systemd-journald-dev-log.socket"  # for programs that write to /dev/log; output of units takes another way
 
 
 def parse_journal(text: str) -> Facts:
@@ -81,12 +82,26 @@ def parse_journal(text: str) -> Facts:
     blocks = [dict(re.findall(r"^(\w+)=(.*)$", block, re.MULTILINE)) for block in text.strip().split("\n\n")]
     return {
         "masked": [block["Id"] for block in blocks if block.get("LoadState") == "masked"],
-        "active": any(block.get("ActiveState") == "active" for block in blocks),
+        "active": any(block.get("ActiveState") == "active" for block in blocks if block["Id"] != SYSLOG),
     }
 
 
+def parse_storage(text: str) -> Facts | None:
+    """`{value, file}` of the Storage= that holds, from `systemd-analyze cat-config systemd/journald.conf`; None without."""
+    found, file = None, ""
+    for line in text.splitlines():
+        if head := re.fullmatch(r"# (/\S+)", line):
+            file = head[1]
+        elif row := re.fullmatch(r"\s*Storage\s*=\s*(\w+)\s*", line):
+            found = {"value": row[1].lower(), "file": file}
+    return found
+
+
 def gather_journal() -> Facts | None:
-    """`{masked, active, kept}`: units that are masked, whether messages are taken, whether any is kept to be read."""
+    """`{masked, active, kept, storage}`: masked units, whether messages are taken, whether any is kept to be read, and how.
+
+    Old messages outlive the setting that ends their keeping, so `storage` may know more than `kept`.
+    """
     show = ["systemctl", "show", *JOURNAL_UNITS, "--property=Id,LoadState,ActiveState"]
     status, out, _ = run(show)
     if status != 0:
@@ -94,7 +109,9 @@ def gather_journal() -> Facts | None:
     # With Storage=none, or without a folder to write to, journald runs and keeps nothing.
     last = run(["journalctl", "--quiet", "--no-pager", "--boot", "--lines=1", "--output=cat"])[1]
     # To others than root it may show nothing of what it keeps.
-    return {**parse_journal(out), "kept": bool(last.strip()) or (None if os.geteuid() else False)}
+    kept = bool(last.strip()) or (None if os.geteuid() else False)
+    storage = parse_storage(run(["systemd-analyze", "cat-config", "systemd/journald.conf"])[1])
+    return {**parse_journal(out), "kept": kept, "storage": storage}
 
 
 def gather_numa() -> list[Facts]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from ansible.module_utils.gpu_host_rules import (
@@ -95,10 +96,10 @@ def _disk(case: Case) -> Iterator[Hit]:
 )
 def root_read_only(case: Case) -> Iterator[Hit]:
     """The folder of releases can be written."""
-    root, mount = _root(case)
+    root, mount = root_mount(case)
     if "ro" in mount.get("options", ()):
         look = "see `dmesg | tail` for errors of the disk; without any, "
-        yield Hit(root, "mounted read-only", "mounted read-write", f"{look.capitalize()}{_remount(case, 'rw')}.")
+        yield Hit(root, "mounted read-only", "mounted read-write", f"{look.capitalize()}{remount(case, 'rw')}.")
 
 
 @rule(
@@ -109,9 +110,9 @@ def root_read_only(case: Case) -> Iterator[Hit]:
 )
 def root_noexec(case: Case) -> Iterator[Hit]:
     """Files in the folder of releases may be executed."""
-    root, mount = _root(case)
+    root, mount = root_mount(case)
     if "noexec" in mount.get("options", ()):
-        yield Hit(root, "mounted noexec", "mounted exec", f"{_remount(case, 'exec')}.")
+        yield Hit(root, "mounted noexec", "mounted exec", f"{remount(case, 'exec')}.")
 
 
 @rule(
@@ -122,7 +123,7 @@ def root_noexec(case: Case) -> Iterator[Hit]:
 )
 def root_network(case: Case) -> Iterator[Hit]:
     """Releases lie on a disk of the host."""
-    root, mount = _root(case)
+    root, mount = root_mount(case)
     if mount.get("type") in NETWORK:
         yield Hit(
             root,
@@ -132,13 +133,16 @@ def root_network(case: Case) -> Iterator[Hit]:
         )
 
 
-def _remount(case: Case, option: str) -> str:
+def remount(case: Case, option: str, point: str = "") -> str:
+    """The command that mounts a file system with another option, by default that of the folder of releases."""
     there = case.facts["disk"]["path"]  # the folder of releases, or what is there of the way to it
-    fix = f'`mount -o remount,{option} "$(findmnt -no TARGET -T {there})"`, and the same in its line of /etc/fstab'
+    aim = shlex.quote(point) if point else f'"$(findmnt -no TARGET -T {there})"'
+    fix = f"`mount -o remount,{option} {aim}`, and the same in its line of /etc/fstab"
     return f"{fix}; if that is refused, on the machine that runs this container" if inside(case) == "container" else fix
 
 
-def _root(case: Case) -> tuple[str, Map]:
+def root_mount(case: Case) -> tuple[str, Map]:
+    """The folder of releases and its mount."""
     root = str(case.wanted.get("root") or "/opt/sglang-fleet")
     return root, (case.facts.get("mounts") or {}).get(root) or {}
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
+from ansible.module_utils.gpu_host_gather_system import SYSLOG
 from ansible.module_utils.gpu_host_rules import (
     BLOCK,
     INFO,
@@ -126,12 +128,20 @@ def journal_off(case: Case) -> Iterator[Hit]:
     again = "systemctl restart systemd-journald.socket systemd-journald-dev-log.socket systemd-journald.service"
     # A unit that was started without a journal has its output nowhere.
     units = f" && systemctl try-restart '{UNIT_PREFIX}*'" if case.facts.get("current") else ""
-    if journal["masked"]:
-        masked = " ".join(journal["masked"])
-        fix = f"`systemctl unmask {masked} && {again}{units}`."
-        yield Hit("the journal", f"masked: {masked}", "systemd-journald at work", fix)
+    masked, storage = " ".join(journal["masked"]), journal.get("storage") or {}
+    if masked:  # the restart fails at each that is left masked
+        again = f"systemctl unmask {masked} && {again}"
+    if set(journal["masked"]) - {SYSLOG}:
+        yield Hit("the journal", f"masked: {masked}", "systemd-journald at work", f"`{again}{units}`.")
     elif not journal["active"]:
         yield Hit("the journal", "systemd-journald is stopped", "systemd-journald at work", f"`{again}{units}`.")
+    elif storage.get("value") == "none":
+        yield Hit(
+            "the journal",
+            f"Storage=none in {storage['file']}",
+            "Storage=auto, or any other that keeps messages",
+            f"`{_keeping(storage['file'])} && {again}{units}`.",
+        )
     elif journal["kept"] is False:
         keep = "/etc/systemd/journald.conf.d"
         yield Hit(
@@ -141,6 +151,15 @@ def journal_off(case: Case) -> Iterator[Hit]:
             "`grep -rn Storage= /etc/systemd/journald.conf* /usr/lib/systemd/journald.conf.d` shows who switched it off; "
             f"`mkdir -p {keep} && printf '[Journal]\\nStorage=auto\\n' > {keep}/zz-sglang.conf && {again}{units}` mends it.",
         )
+
+
+def _keeping(file: str) -> str:
+    """The command after which journald keeps messages though a file says none: a later drop-in where it is a package's."""
+    if file.startswith("/etc/"):
+        return rf"sed -i 's/^\s*Storage\s*=.*/Storage=auto/' {shlex.quote(file)}"
+    folder, name = "/etc/systemd/journald.conf.d", file.rpartition("/")[2]
+    own = shlex.quote(f"{folder}/{'z' if name.startswith('z') else 'zz-'}{name}")
+    return f"mkdir -p {folder} && printf '[Journal]\\nStorage=auto\\n' > {own}"
 
 
 # --- what the wheels load -----------------------------------------------------------------------

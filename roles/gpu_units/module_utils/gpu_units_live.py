@@ -15,12 +15,17 @@ CURRENT = Path("/var/lib/sglang-fleet/deployments/current.json")
 
 
 def live(current: Path, systemd: Any) -> dict[str, Any]:
-    """{release, instances: {name: {mode, unit, state, result}}} of the live deployment; no instance where nothing is deployed."""
+    """{release, instances: {name: {mode, unit, state, result}}} of the live deployment; no instance where nothing is deployed.
+
+    {broken: why, path} where the record of the deployment cannot be used.
+    """
     try:
         deployment = json.loads(current.read_text(encoding="utf-8"))
+        units = [instance["unit"] for instance in deployment["instances"]]
     except FileNotFoundError:
         return {"release": None, "instances": {}}
-    units = [instance["unit"] for instance in deployment["instances"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return {"broken": repr(error), "path": str(current)}
     states = systemd.show(units)
     return {
         "release": deployment["release"],
