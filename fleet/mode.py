@@ -58,14 +58,25 @@ def choose(inventory: Sequence[str], host: str, name: str, mode: str | None) -> 
     return hosts[0], known[name]
 
 
+class Damaged(Exception):
+    """The record of what a host serves cannot be used; path: the file on the host."""
+
+    def __init__(self, told: str, path: str) -> None:
+        super().__init__(told)
+        self.path = path
+
+
 def live(target: remote.Target, limit: float = 60.0) -> dict[str, Any]:
-    """What the host serves now. Raises Unreachable."""
+    """What the host serves now. Raises Unreachable, and Damaged where its record of it cannot be used."""
     sources = {name: (ROLE / "module_utils" / f"{name}.py").read_text(encoding="utf-8") for name in SOURCES}
     out = remote.run_python(target, remote.module_program(sources, SOURCES[-1], {}), limit)
     line = next((line for line in out.splitlines() if line.startswith(units.MARK)), None)
     if line is None:
         raise remote.Unreachable("it printed no state")
-    return dict(json.loads(line.removeprefix(units.MARK)))
+    told = dict(json.loads(line.removeprefix(units.MARK)))
+    if "broken" in told:
+        raise Damaged(f"{told['path']} cannot be used ({told['broken']})", told["path"])
+    return told
 
 
 def play(target: remote.Target, inventory: Sequence[str], name: str, mode: str, progress: Progress) -> dict[str, Any]:
@@ -171,6 +182,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except remote.Misuse as error:
         print(f"mode: {error}", file=sys.stderr)
         return 2
+    except Damaged as error:
+        words = ["ansible-playbook", "site.yml", "-l", args.host, *remote.given(args.inventory)]
+        fix = f"`rm {error.path}` on the host, then `{' '.join(words)}`, which writes it anew"
+        print(f"mode: {args.host}: {error}; fix: {fix}", file=sys.stderr)
+        return 1
     except remote.Unreachable as error:
         print(
             f"mode: {args.host} gave no answer: {error}; fix: {causes.fix(target, error, args.inventory)}",

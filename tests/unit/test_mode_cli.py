@@ -143,6 +143,19 @@ def test_live_reads_the_deployment_and_systemd(tmp_path: Path) -> None:
     assert units.live(current, Systemd()) == {"release": "r1", "instances": state("gpu0", "ddtree")}
 
 
+def test_a_damaged_record_is_no_missing_answer(
+    inventory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    current = tmp_path / "current.json"
+    current.write_text('{"release": "r1", "inst')
+    told = units.MARK + json.dumps(units.live(current, None))
+    monkeypatch.setattr(remote, "run_python", lambda *_: told)
+    assert mode.main(["ct200", "gpu0", "-i", inventory]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"mode: ct200: {current} cannot be used (JSONDecodeError(")
+    assert f"fix: `rm {current}` on the host, then `ansible-playbook site.yml -l ct200 -i {inventory}`" in said
+
+
 def test_a_password_goes_to_the_play_by_a_file_that_is_gone_afterwards(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
