@@ -69,6 +69,11 @@ INVENTORY: list[tuple[str, Change, list[str]]] = [
         both(first(mode="baseline", args={"enable-dp-attention": True}), second(port=30233)),
         ["30233", "messages of enable-dp-attention"],
     ),
+    (
+        "port-bad",
+        first(env={"SGLANG_GRPC_PORT": 70000}),
+        ["SGLANG_GRPC_PORT 70000", "Take SGLANG_GRPC_PORT out of env"],
+    ),
     ("port-bad", first(port=65536, env={"SGLANG_GRPC_PORT": 40000}), ["65536", "65535"]),
     # sizes of trees
     ("budget-room", both(first(budget=100000), gives(max_total_tokens=8192)), ["100000", "8192 nodes (max-total"]),

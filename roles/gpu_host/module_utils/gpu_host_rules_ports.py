@@ -31,6 +31,14 @@ def port_bad(case: Case) -> Iterator[Hit]:
                 f"a whole number from 1024 to {largest}",
                 f"Set port: {30000 + at} for it in {case.where}.",
             )
+        grpc = _env(instance).get(GRPC_PORT)
+        if str(grpc).lstrip("-").isdecimal() and not 1 <= int(str(grpc)) <= 65535:
+            yield Hit(
+                label(instance, at),
+                f"{GRPC_PORT} {shown(grpc)}",
+                "a whole number from 1 to 65535; the engine looks at it although it opens no port for gRPC",
+                f"Take {GRPC_PORT} out of env of it in {case.where}.",
+            )
 
 
 def _env(instance: Map) -> Map:
