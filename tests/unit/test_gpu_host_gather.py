@@ -90,7 +90,7 @@ def test_gpu_facts_come_from_nvml_the_bus_and_the_process_table(monkeypatch: pyt
     (process,) = facts["processes"]
     assert (process["gpu_uuid"], process["pid"], process["memory_mib"]) == (gpu["uuid"], os.getpid(), 5)
     assert (process["user"], process["orphan"]) == (getpass.getuser(), False)
-    assert set(process) == {"gpu_uuid", "pid", "memory_mib", "name", "unit", "user", "orphan"}
+    assert set(process) == {"gpu_uuid", "pid", "memory_mib", "name", "unit", "cgroup", "user", "orphan"}
 
 
 def test_a_driver_that_hangs_is_a_fact_and_no_library_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
