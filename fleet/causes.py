@@ -111,7 +111,11 @@ def cause(target: Target, link: Any, error: Exception) -> Unreachable:
         return _no_way(target, link, f"nothing came back in {target.timeout} s")
     if getattr(error, "errno", None) in (errno.EHOSTUNREACH, errno.ENETUNREACH):
         return _no_way(target, link, "no route to it")
+    if isinstance(error, SSHException) and "No existing session" in str(error):  # greeted, and then silent
+        return _hung(target, link)
     if isinstance(error, SSHException) and "banner" in str(error):
+        if isinstance(error.__context__, TimeoutError):
+            return _hung(target, link)
         return Unreachable(
             f"what answers on port {link.port} is not SSH, or closed at once",
             f"`{_client('ssh', target, link, '-v')} true` shows what answers; on the host's console `ss -ltnp` shows the port "
@@ -205,6 +209,16 @@ def _no_way(target: Target, link: Any, told: str) -> Unreachable:
         f"{target.where} as ansible_host: ADDRESS; a firewall there: `ufw allow {link.port}/tcp`. From here: "
         f"`ip route get {address}` and `ping -c 3 {address}` show how far it gets.",
         f"an answer on port {link.port}",
+    )
+
+
+def _hung(target: Target, link: Any) -> Unreachable:
+    """The kernel takes connections for a program that does not run on."""
+    return Unreachable(
+        f"port {link.port} takes the connection, and then says nothing: sshd hangs, or it is no sshd",
+        "On its console as root: `systemctl restart ssh` (`sshd` on Fedora and its kin); `ss -ltnp` shows who has the port, "
+        "`uptime` and `dmesg | tail` what keeps the host busy.",
+        f"a greeting of sshd on port {link.port}",
     )
 
 

@@ -16,6 +16,8 @@ import yaml
 from ansible.module_utils.gpu_host_rules import flag
 from ansible.module_utils.gpu_host_words import near
 
+from fleet import varfiles
+
 REPO = Path(__file__).resolve().parent.parent
 # Safe and quick: read for every host of a run.
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -29,12 +31,13 @@ def _load(path: Path) -> Any:
 
 
 def known(engine: Any, instances: Any, defaults: Any, variables: Mapping[str, Any]) -> dict[str, Any]:
-    """What the rules hold an inventory against: `flags`, `unread`, and `paths`, folders as they are written.
+    """What the rules hold an inventory against: `flags`, `unread`, `paths`, folders as they are written, and `varfiles.known`.
 
     variables: all of a host's, not templated. A folder that is a template stands for a default and is not judged.
     """
     paths = {name: variables[name] for name in folders() if name in variables and "{{" not in str(variables[name])}
-    return {"flags": flags(engine, instances, defaults), "unread": unread(variables), "paths": paths}
+    own = {"flags": flags(engine, instances, defaults), "unread": unread(variables), "paths": paths}
+    return {**own, **varfiles.known(variables)}
 
 
 # --- flags of an engine ------------------------------------------------------------------------------------------

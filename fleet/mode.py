@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 from ansible.module_utils import gpu_host_judge as judge
 from ansible.module_utils import gpu_units_live as units
+from ansible.module_utils.gpu_host_words import near
 
 from fleet import causes, remote
 from fleet.console import Progress, last_lines, run_logged
@@ -49,12 +50,22 @@ def choose(inventory: Sequence[str], host: str, name: str, mode: str | None) -> 
     """(host, mode that its inventory has for the instance). Raises Misuse for what is unknown, with what is known."""
     hosts = remote.targets(inventory, host, "gpu_units_")
     if len(hosts) != 1:
-        raise remote.Misuse(f"{host} names {len(hosts)} hosts ({', '.join(h.name for h in hosts)}); name one")
+        names = ", ".join(h.name for h in hosts)
+        raise remote.Misuse(
+            f"{host} names {len(hosts)} hosts ({names})", f"name one, as in bin/mode {hosts[0].name} {name}"
+        )
     known = instances(hosts[0])
     if name not in known:
-        raise remote.Misuse(f"{hosts[0].name} has no instance {name!r}; known: {', '.join(known) or 'none'}")
+        told = f"{hosts[0].name} has no instance {name!r}; known: {', '.join(known) or 'none'}"
+        one = next(iter(known), None)
+        fix = f"bin/mode {hosts[0].name} {one}" if one else f"write gpu_units_instances into {hosts[0].where}"
+        raise remote.Misuse(told, fix)
     if mode is not None and mode not in modes():
-        raise remote.Misuse(f"unknown mode {mode!r}; known: {', '.join(modes())}")
+        likely = (near(mode, modes(), 1) or modes())[0]
+        raise remote.Misuse(
+            f"unknown mode {mode!r}; known: {', '.join(modes())}",
+            f"bin/mode {host} {name} {likely}, or another of them",
+        )
     return hosts[0], known[name]
 
 

@@ -29,8 +29,9 @@ from ansible.module_utils import gpu_host_judge as judge
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.module_utils.gpu_host_rules import BLOCK, INFO, WARN
 from ansible.module_utils.gpu_host_rules_files import model_paths
+from ansible.module_utils.gpu_host_words import kind, shown
 
-from fleet import backends, causes, declared, keyfiles, recording, remote
+from fleet import backends, causes, declared, faults, keyfiles, recording, remote
 from fleet.smoke import table
 
 REPO = Path(__file__).resolve().parent.parent
@@ -50,24 +51,49 @@ Map = dict[str, Any]
 # --- what the inventory wants ------------------------------------------------------------------------------------
 
 
-def settings(host: str, variables: Mapping[str, Any]) -> Map:
-    """Options of the role for a host, checked as its argument spec says. Raises Misuse."""
-    options = yaml.safe_load((ROLE / "meta" / "argument_specs.yml").read_text(encoding="utf-8"))["argument_specs"][
-        "main"
-    ]
+def settings(host: str, variables: Mapping[str, Any], where: str | None = None) -> Map:
+    """Options of the role for a host, checked as its argument spec says. Raises Misuse. where: the file that a person edits."""
+    spec = yaml.safe_load((ROLE / "meta" / "argument_specs.yml").read_text(encoding="utf-8"))
+    options = spec["argument_specs"]["main"]["options"]
     defaults = yaml.safe_load((ROLE / "defaults" / "main.yml").read_text(encoding="utf-8"))
-    given = {name: variables.get(name, value) for name, value in defaults.items()}
-    checked = ArgumentSpecValidator(options["options"]).validate(given)
-    if checked.error_messages:
-        raise remote.Misuse(f"{host}: {'; '.join(checked.error_messages)}")
-    return {name.removeprefix("gpu_host_"): value for name, value in checked.validated_parameters.items()}
+    chosen = {}
+    for name, default in defaults.items():
+        value = variables.get(name, default)
+        checked = ArgumentSpecValidator({name: options[name]}).validate({name: value})
+        if checked.error_messages:
+            raise wrong_type(f"{host}: {name}", value, options[name], faults.place(value) or where)
+        chosen[name.removeprefix("gpu_host_")] = checked.validated_parameters[name]
+    return chosen
+
+
+# Types of an argument spec in the words of YAML, each with a value that is one.
+KINDS = {
+    "dict": ("a map", "{NAME: value}"),
+    "list": ("a list", "[a, b]"),
+    "float": ("a number", "20"),
+    "int": ("a whole number", "250"),
+    "bool": ("true or false", "false"),
+}
+
+
+def wrong_type(name: str, value: Any, option: Map, where: str | None) -> remote.Misuse:
+    """What is said of an option whose value is of another type than its argument spec has."""
+    expected, example = KINDS.get(option.get("type", "str"), ("one text", "value"))
+    example = json.dumps(option["default"]) if option.get("default") not in (None, {}, "") else example
+    place = where or "its variables"
+    return remote.Misuse(
+        f"{name} is {kind(value)}, {shown(value, name)}, expected {expected} ({place})",
+        f"write it in {place.partition(':')[0]} as {name.partition(': ')[2]}: {example}, with your own values",
+    )
 
 
 def wanted(host: str, variables: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> tuple[Map, Map]:
     """(the inventory's side as the judge takes it, the role's options). given: all variables of the host as they are written."""
-    chosen = settings(host, variables)
-    names = ("fleet_engine", "gpu_units_instances", "gpu_units_defaults", "inventory_dir")
-    engine, instances, defaults, folder = (variables.get(name) for name in names)
+    folder = variables.get("inventory_dir")
+    where = remote.near(Path(folder) / "host_vars" / f"{host}.yml") if folder else None
+    chosen = settings(host, variables, where)
+    names = ("fleet_engine", "gpu_units_instances", "gpu_units_defaults")
+    engine, instances, defaults = (variables.get(name) for name in names)
     keys = (
         "profile",
         "pythons",
@@ -87,10 +113,11 @@ def wanted(host: str, variables: Mapping[str, Any], given: Mapping[str, Any] | N
         **declared.known(engine, instances, defaults, given or variables),
         "key_files": keyfiles.found(instances, defaults, folder),
         "root": chosen["root"],
-        "where": remote.near(Path(folder) / "host_vars" / f"{host}.yml") if folder else None,
+        "where": where,
         "reach": reach(host, variables),
         "user": variables.get("gpu_units_user") or "sglang",
         "groups": variables.get("gpu_units_groups") or [],
+        "ssh": remote.client_options(variables),
         **{key: chosen[key] for key in keys},
     }
     return asked, chosen
@@ -109,7 +136,7 @@ def recorded(host: str, file: str) -> Map:
     try:
         return recording.read(file)
     except recording.RecordingError as error:
-        raise remote.Misuse(f"{host}: {error}") from error
+        raise remote.Misuse(f"{host}: {error}", f"remove gpu_host_facts_file for {host}: only tests need it") from error
 
 
 # --- facts from the host -----------------------------------------------------------------------------------------
@@ -137,7 +164,7 @@ def pynvml() -> str:
     """The control environment's pynvml.py, as `gpu_host_nvml.load` takes it."""
     spec = find_spec("pynvml")
     if spec is None or spec.origin is None:
-        raise remote.Misuse("no pynvml here; `source bin/setup.sh` makes an environment that has it")
+        raise remote.Misuse("no pynvml here", "`source bin/setup.sh` makes an environment that has it")
     return base64.b85encode(zlib.compress(Path(spec.origin).read_bytes(), 9)).decode("ascii")
 
 
@@ -181,7 +208,8 @@ def judged(target: remote.Target, asked: Map, facts: Map, stand_in: bool) -> Map
         if not stand_in:
             raise
         file = str(target.variables.get("gpu_host_facts_file"))
-        raise remote.Misuse(f"{target.name}: {recording.no_fit(file, error)}") from error
+        fix = f"remove gpu_host_facts_file for {target.name}: only tests need it"
+        raise remote.Misuse(f"{target.name}: {recording.no_fit(file, error)}", fix) from error
 
 
 def no_facts(target: remote.Target, error: remote.Unreachable, inventory: Sequence[str]) -> Map:
@@ -259,7 +287,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("-v", "--verbose", action="store_true", help="also what is only good to know")
     parser.add_argument("--json", action="store_true", help="print the verdicts as a JSON list")
     parser.add_argument(
-        "--timeout", type=float, default=60, metavar="S", help="seconds that a host may take (default: 60)"
+        "--timeout", type=remote.seconds, default=60, metavar="S", help="seconds that a host may take (default: 60)"
     )
     return parser.parse_args(argv)
 

@@ -13,18 +13,18 @@ import difflib
 import functools
 import getpass
 import json
-import os
+import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fleet import causes, faults, ssh
+from fleet import causes, faults, ssh, yamlform
 from fleet.importer import ROOT
-from fleet.target import Misuse, Target, Unreachable, given
+from fleet.target import Misuse, Target, Unreachable, given, near
 
-__all__ = ["Misuse", "Target", "Unreachable", "given"]
+__all__ = ["Misuse", "Target", "Unreachable", "given", "near"]
 
 GROUPS = ("gpu_hosts", "lab")  # the hosts of every play
 START = "#SMOKE\n"  # what comes before it on stdin, a password that sudo did not ask for, is no program
@@ -54,11 +54,22 @@ def with_password(hosts: Sequence[Target], ask: bool) -> list[Target]:
     try:
         password = getpass.getpass("BECOME password: ")
     except EOFError as error:
-        raise Misuse("-K asks for a password, and there is nobody to answer") from error
+        raise Misuse("-K asks for a password, and there is nobody to answer", "call it on a terminal") from error
     return [
         host if host.become is None or host.become_password else dataclasses.replace(host, become_password=password)
         for host in hosts
     ]
+
+
+def seconds(text: str) -> float:
+    """A time limit of an option: more than 0. Raises argparse's error."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0, such as 60")
+    return value
 
 
 # --- inventory ---------------------------------------------------------------------------------------------------
@@ -78,21 +89,24 @@ def targets(inventory: Sequence[str], limit: str | None, *prefixes: str) -> list
 
     sources = list(inventory) or list(c.DEFAULT_HOST_LIST)
     if missing := [s for s in inventory if "," not in s and not Path(s).exists()]:
-        raise Misuse(f"no inventory {missing[0]}; name a file or folder with -i")
+        raise Misuse(f"no inventory {missing[0]}", "name a file or folder that is there with -i")
     sources = [source if "," in source else str(Path(source).absolute()) for source in sources]  # as Ansible does
     loader = DataLoader()
     loader.set_basedir(str(ROOT))  # variables beside site.yml count for its plays
-    loader.set_vault_secrets(_vault_secrets())
     with faults.collected() as told:
+        loader.set_vault_secrets(_vault_secrets())
         try:
             manager = InventoryManager(loader=loader, sources=sources)
             hosts = _chosen(manager, sources, limit, told.warnings)
             variables = VariableManager(loader=loader, inventory=manager)
             named = [(host.name, variables.get_vars(host=host)) for host in hosts]
         except AnsibleError as error:
-            known = faults.in_files(sources) or faults.unreadable(sources, loader)
-            reason = known or "; ".join([faults.text(error), *told.reasons()])
-            raise Misuse(f"the inventory cannot be used: {reason}") from error
+            known = yamlform.in_files(sources) or faults.unreadable(sources, loader)
+            told_by, fix = known or ("; ".join([faults.text(error), *told.reasons()]), faults.hint(error))
+            again = " ".join(["ansible-inventory", *given(inventory), "--list"])
+            raise Misuse(
+                f"the inventory cannot be used: {told_by}", fix or f"correct it until `{again}` shows the hosts"
+            ) from error
     return [_templated(name, values, loader, prefixes) for name, values in named]
 
 
@@ -103,23 +117,27 @@ def _chosen(manager: Any, sources: Sequence[str], limit: str | None, warnings: S
     everyone = sorted(host.name for host in manager.get_hosts())
     where = ", ".join(source if "," in source else near(source) for source in sources)
     if not everyone:
-        raise Misuse("; ".join([f"no host in {where}", *warnings]))
+        fix = "write hosts under a group of the plays, as in `gpu_hosts: {hosts: {NAME: {ansible_host: ADDRESS}}}`"
+        raise Misuse("; ".join([f"no host in {where}", *warnings]), fix)
     for pattern in split_host_pattern(limit) if limit else []:
         if not pattern.startswith(("!", "&")) and not manager.list_hosts(pattern):
             likely = sorted(difflib.get_close_matches(pattern, everyone, 3)) or everyone
             known = ", ".join(likely[:30]) + (f" and {len(likely) - 30} more" if len(likely) > 30 else "")
-            raise Misuse(f"no host matches {pattern!r} in {where}; it has {known}")
+            raise Misuse(
+                f"no host matches {pattern!r} in {where}; it has {known}", f"name one of them, as in -l {likely[0]}"
+            )
     chosen = manager.get_hosts(limit or "all")
     played = {host.name for group in GROUPS if group in manager.groups for host in manager.groups[group].get_hosts()}
     found = [host for host in chosen if host.name in played]
     if not chosen:
-        raise Misuse(f"-l {limit} leaves no host of {where}; it has {', '.join(everyone[:30])}")
+        fix = f"name one of them, as in -l {everyone[0]}"
+        raise Misuse(f"-l {limit} leaves no host of {where}; it has {', '.join(everyone[:30])}", fix)
     if not found:
         names = [host.name for host in chosen]
         line = faults.line_of(names[0], sources) or where
         raise Misuse(
-            f"no play is for {', '.join(names[:10])} ({line}): in none of the groups {' and '.join(GROUPS)}; write it under "
-            f"gpu_hosts, as in `gpu_hosts: {{hosts: {{{names[0]}: }}}}`"
+            f"no play is for {', '.join(names[:10])} ({line}): in none of the groups {' and '.join(GROUPS)}",
+            f"write it under gpu_hosts, as in `gpu_hosts: {{hosts: {{{names[0]}: }}}}`",
         )
     return found
 
@@ -137,14 +155,18 @@ def _templated(name: str, given: Mapping[str, Any], loader: Any, prefixes: Seque
             try:
                 wanted[key] = templar.template(value)
             except AnsibleError as error:
-                raise Misuse(f"{name}: variable {key} cannot be used: {faults.text(error)}") from error
+                raise _unusable(name, key, value, error) from error
     return dataclasses.replace(target(name, wanted, c), written=given)
 
 
-def near(path: str | Path) -> str:
-    """A path as a person here would write it."""
-    short = os.path.relpath(path)
-    return str(path) if short.startswith("..") else short
+def _unusable(name: str, key: str, value: Any, error: Exception) -> Misuse:
+    """A variable that cannot be templated, with its place: an encrypted value has one of its own."""
+    said, where = faults.text(error), faults.place(value)
+    place = f" ({where})" if where and not re.search(r":\d+(:\d+)?\)$", said) else ""
+    return Misuse(
+        f"{name}: variable {key} cannot be used: {said}{place}",
+        faults.hint(error) or f"correct it, or define the name that it uses; `grep -rn {key} .` finds where it stands",
+    )
 
 
 @functools.cache
@@ -152,9 +174,17 @@ def _vault_secrets() -> Any:
     """Secrets of the vaults that ansible.cfg names; Ansible lets a process read them once."""
     from ansible import constants as c
     from ansible.cli import CLI
+    from ansible.errors import AnsibleError
     from ansible.parsing.dataloader import DataLoader
 
-    return CLI.setup_vault_secrets(DataLoader(), list(c.DEFAULT_VAULT_IDENTITY_LIST), auto_prompt=False)
+    try:
+        return CLI.setup_vault_secrets(DataLoader(), list(c.DEFAULT_VAULT_IDENTITY_LIST), auto_prompt=False)
+    except AnsibleError as error:
+        raise Misuse(
+            f"the password of the vault cannot be read: {faults.text(error)}",
+            "name a file that is there, as in `export ANSIBLE_VAULT_PASSWORD_FILE=FILE`; `ansible-config dump --only-changed` "
+            "shows where it is named",
+        ) from error
 
 
 def target(name: str, given: Mapping[str, Any], defaults: Any) -> Target:
@@ -168,7 +198,10 @@ def target(name: str, given: Mapping[str, Any], defaults: Any) -> Target:
     port = first("ansible_port", "ansible_ssh_port") or defaults.DEFAULT_REMOTE_PORT
     if port is not None and not (str(port).isdigit() and 0 < int(port) < 65536):
         place = faults.place(port) or where
-        raise Misuse(f"{name}: ansible_port is {port!r}, expected a number from 1 to 65535 ({place})")
+        raise Misuse(
+            f"{name}: ansible_port is {port!r}, expected a number from 1 to 65535 ({place})",
+            f"write the port of sshd, as in ansible_port: 22, into {place.partition(':')[0]}",
+        )
     key = first("ansible_ssh_private_key_file", "ansible_private_key_file") or defaults.DEFAULT_PRIVATE_KEY_FILE
     user = first("ansible_user", "ansible_ssh_user") or defaults.DEFAULT_REMOTE_USER
     become = first("ansible_become")
@@ -177,8 +210,9 @@ def target(name: str, given: Mapping[str, Any], defaults: Any) -> Target:
     method = first("ansible_become_method") or defaults.DEFAULT_BECOME_METHOD
     if _true(become) and str(method) != "sudo":
         raise Misuse(
-            f"{name}: become method {method} is not supported here, only sudo; set ansible_become_method: sudo in {where}, or "
-            f"use the plays: `ansible-playbook playbooks/preflight.yml -l {name}`, playbooks/smoke.yml"
+            f"{name}: become method {method} is not supported here, only sudo",
+            f"set ansible_become_method: sudo in {where}, or use the plays: `ansible-playbook playbooks/preflight.yml -l {name}` "
+            "and playbooks/smoke.yml",
         )
     becoming = str(first("ansible_become_user") or defaults.DEFAULT_BECOME_USER) if _true(become) else None
     local = str(first("ansible_connection") or "") in ("local", "ansible.builtin.local")
@@ -214,6 +248,32 @@ def _ssh_words(given: Mapping[str, Any], defaults: Any) -> list[str]:
     names = ("ssh_args", "ssh_common_args", "ssh_extra_args")
     settings = {"plugin_type": "connection", "plugin_name": "ssh", "variables": dict(given)}
     return shlex.split(" ".join(str(defaults.config.get_config_value(name, **settings) or "") for name in names))
+
+
+# Variables that say how ssh itself reaches a host, and are no part of its name.
+WAY = (
+    "ansible_ssh_args",
+    "ansible_ssh_common_args",
+    "ansible_ssh_extra_args",
+    "ansible_port",
+    "ansible_ssh_port",
+    "ansible_ssh_private_key_file",
+    "ansible_private_key_file",
+)
+
+
+def client_options(given: Mapping[str, Any]) -> str:
+    """What a person writes after `ssh` or `scp` to reach a host as Ansible does, from its variables; often nothing."""
+    from ansible import constants as c
+
+    port = given.get("ansible_port") or given.get("ansible_ssh_port") or c.DEFAULT_REMOTE_PORT
+    key = (
+        given.get("ansible_ssh_private_key_file") or given.get("ansible_private_key_file") or c.DEFAULT_PRIVATE_KEY_FILE
+    )
+    words = [*ssh.shown(_ssh_words({name: given[name] for name in WAY if name in given}, c))]
+    words += ["-o", f"Port={port}"] if port and str(port) != "22" else []
+    words += ["-i", str(Path(str(key)).expanduser())] if key else []
+    return shlex.join(words)
 
 
 def _true(value: Any) -> bool:

@@ -31,6 +31,8 @@ from fleet import causes, remote
 
 ROLE = Path(__file__).resolve().parent.parent / "roles" / "smoke"
 SOURCES = (
+    "gpu_units_damage",
+    "gpu_units_ended",
     "smoke_judge",
     "smoke_host",
     "smoke_recording",
@@ -57,6 +59,12 @@ def settings(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix("smoke_"): variables.get(name, value) for name, value in defaults.items()}
 
 
+def _source(name: str) -> str:
+    """The text of a file of the roles: modules are named after their role."""
+    (path,) = ROLE.parent.glob(f"*/module_utils/{name}.py")
+    return path.read_text(encoding="utf-8")
+
+
 def program(
     target: remote.Target,
     known: Mapping[str, Any],
@@ -65,7 +73,7 @@ def program(
     inventory: Sequence[str] = (),
 ) -> str:
     """The probe of one host, as the text of a program."""
-    sources = {name: (ROLE / "module_utils" / f"{name}.py").read_text(encoding="utf-8") for name in SOURCES}
+    sources = {name: _source(name) for name in SOURCES}
     site = " ".join(["ansible-playbook site.yml -l", target.name, *remote.given(inventory)])
     chosen = {**settings(target.variables), "host": target.name, "site": site, "mode": mode, "instance": instance}
     payload = {"hooks": known, "prompts": prompts(), "settings": chosen}
@@ -172,7 +180,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--instance", metavar="NAME", help="only the instance of this name")
     parser.add_argument("--json", action="store_true", help="print the verdicts as a JSON list")
     parser.add_argument(
-        "--timeout", type=float, default=300, metavar="S", help="seconds that a host may take (default: 300)"
+        "--timeout", type=remote.seconds, default=300, metavar="S", help="seconds that a host may take (default: 300)"
     )
     return parser.parse_args(argv)
 
@@ -182,7 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         known = hooks()
         if args.mode is not None and args.mode not in known["modes"]:
-            raise remote.Misuse(f"unknown mode {args.mode!r}; known: {', '.join(known['modes'])}")
+            told = f"unknown mode {args.mode!r}; known: {', '.join(known['modes'])}"
+            raise remote.Misuse(told, "name one of them, or none for all instances")
         hosts = remote.targets(args.inventory, args.limit, "smoke_", "gpu_units_instances")
         hosts = remote.with_password(hosts, args.ask_become_pass)
         programs = [program(host, known, args.mode, args.instance, args.inventory) for host in hosts]
@@ -191,7 +200,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             verdicts = list(pool.map(lambda h, p: probe(h, p, args.timeout, args.inventory), hosts, programs))
         asked = [v for v in verdicts if v["checks"]]
         if not asked or unknown(args.instance, hosts, verdicts):
-            raise remote.Misuse(none_of(hosts, verdicts, args.mode, args.instance))
+            told = none_of(hosts, verdicts, args.mode, args.instance)
+            raise remote.Misuse(
+                told, "name one of these, or none for all instances; site.yml deploys what the inventory has"
+            )
     except remote.Misuse as error:
         print(f"smoke: {error}", file=sys.stderr)
         return 2

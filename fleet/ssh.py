@@ -16,6 +16,9 @@ from fleet.target import Misuse, Target, Unreachable
 # What keeps a connection of Ansible's open says nothing about whom we talk to.
 NOT_SHOWN = ("control", "serveralive")
 SHORT = {"-i": "IdentityFile", "-p": "Port", "-l": "User", "-J": "ProxyJump"}
+PATIENCE = (
+    0.75  # of the time for a connection, for the server's first words: so it ends as that, and not as no connection
+)
 # Its failures are raised as well; the text that it logs on the way is for developers.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
@@ -33,7 +36,10 @@ def options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             continue
         if not value:
             if not rest:
-                raise Misuse(f"ssh option {flag} of the inventory has no value")
+                raise Misuse(
+                    f"ssh option {flag} of the inventory has no value",
+                    f"complete it in ansible_ssh_common_args or ansible_ssh_extra_args: `grep -rn -e 'ssh.*{flag}' .` finds it",
+                )
             value = rest.pop(0)
         yield flag, value
 
@@ -108,7 +114,7 @@ def connection(target: Target) -> Any:
 
     options = SSHConfig.from_text(target.ssh_config)
     config = fabric.Config(ssh_config=options)
-    connect: dict[str, Any] = {}
+    connect: dict[str, Any] = {"banner_timeout": target.timeout * PATIENCE}
     if options.lookup(target.address).get("identitiesonly") == "yes":
         connect |= {"allow_agent": False, "look_for_keys": False}
     if target.keys:

@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
 class Misuse(Exception):
-    """The call cannot be meant like this; exit code 2."""
+    """The call cannot be meant like this; exit code 2. fix: the next step, one sentence."""
+
+    def __init__(self, told: str, fix: str) -> None:
+        super().__init__(f"{told.rstrip('.')}. Next: {fix.rstrip('.')}.")
 
 
 class Unreachable(Exception):
@@ -52,3 +57,9 @@ class Target:
 def given(inventory: Sequence[str]) -> list[str]:
     """The inventory options of a command that a person is told to call."""
     return [word for one in inventory for word in ("-i", shlex.quote(one))]
+
+
+def near(path: str | Path) -> str:
+    """A path as a person here would write it."""
+    short = os.path.relpath(path)
+    return str(path) if short.startswith("..") else short

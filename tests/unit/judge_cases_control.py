@@ -10,6 +10,11 @@ from tests.unit.judge_kit import PYTHON, Change, both, good, host, inventory
 LOGIN = {"euid": 1000, "user": "admin", "python": "3.12.3", "interpreter": "/usr/bin/python3"}
 KEY: dict[str, Any] = {"of": "instance gpu0", "path": "keys/one", "quoted": "keys/one"}
 KEY |= {"fault": None, "fix": None, "open": None}
+STRAY = {
+    "path": "host_vars/ct-200.yml",
+    "why": "no host ct-200 is in this inventory",
+    "fix": "`mv host_vars/ct-200.yml host_vars/ct200.yml`",
+}
 MAKE = "`openssl rand -hex 32 >keys/one`"
 
 
@@ -43,6 +48,29 @@ CONTROL: list[tuple[str, Change, list[str]]] = [
             "keys/one on this control machine: no such file",
             MAKE,
             "host_vars/ct200.yml",
+        ],
+    ),
+    (
+        "api-key-file",
+        inventory(key_files=[{**KEY, "fault": "2 lines", "fix": "`(set -C)` makes one", "instead": "keys/gpu0"}]),
+        ["`(set -C)` makes one; then write api_key_file: keys/gpu0 in host_vars/ct200.yml"],
+    ),
+    (
+        "file-unread",
+        inventory(unread_files=[STRAY]),
+        ["host_vars/ct-200.yml", "not read: no host ct-200 is in this inventory", STRAY["fix"]],
+    ),
+    (
+        "instances-malformed",
+        inventory(instances=None, unread_files=[STRAY]),
+        ["no instance; host_vars/ct-200.yml is there and is not read: no host ct-200", STRAY["fix"]],
+    ),
+    (
+        "key-twice",
+        inventory(twice=[{"name": "topk", "at": "host_vars/ct200.yml:7", "before": "host_vars/ct200.yml:3"}]),
+        [
+            "topk is written a second time, before at host_vars/ct200.yml:3",
+            "Remove one of the two `topk:` in host_vars/ct200.yml.",
         ],
     ),
     (

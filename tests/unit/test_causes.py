@@ -178,6 +178,15 @@ def test_a_closed_port_an_unknown_name_and_another_service(tmp_path: Path) -> No
     assert "-v admin@127.0.0.1 true` shows what answers" in said.fix
 
 
+def test_a_server_that_takes_connections_and_says_nothing(tmp_path: Path) -> None:
+    """As an sshd that was stopped: the kernel answers for it."""
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        port = hung.getsockname()[1]
+        said = silent(dataclasses.replace(target(port, tmp_path / "known_hosts"), timeout=1))
+    assert str(said) == f"port {port} takes the connection, and then says nothing: sshd hangs, or it is no sshd"
+    assert said.fix.startswith("On its console as root: `systemctl restart ssh`")
+
+
 @pytest.mark.parametrize(
     "error", [TimeoutError("timed out"), OSError(113, "No route to host"), OSError(101, "unreachable")]
 )

@@ -21,10 +21,46 @@ other:
     bastion: {ansible_host: 127.0.0.1}
 """
 
-CASES = {
-    "tab": ("host_vars/ct200.yml", "a_map:\n\tmode: dflash\n", ["host ct200", "host_vars/ct200.yml:2", "mode: dflash"]),
-    "indent": ("host_vars/ct200.yml", "a:\n  b: 1\n c: 2\n", ["host ct200", "host_vars/ct200.yml:3", "the line is: c: 2"]),
-    "open": ("group_vars/all.yml", "a: [1, 2\n", ["group_vars/all.yml:2", "the end of the file"]),
+CASES: dict[str, tuple[str, str | bytes, list[str]]] = {
+    "tab": (
+        "host_vars/ct200.yml",
+        "a_map:\n\tmode: dflash\n",
+        ["host ct200", "host_vars/ct200.yml:2", "a tab (\\t), where", r"is: '\tmode: dflash'", "Write spaces"],
+    ),
+    "indent": (
+        "host_vars/ct200.yml",
+        "a:\n  b: 1\n c: 2\n",
+        ["host ct200", "host_vars/ct200.yml:3", "the line is: 'c: 2'; the fault may be on the line before: 'b: 1'", "one column"],
+    ),
+    "open": ("group_vars/all.yml", "a: [1, 2\nb: 1\n", ["group_vars/all.yml:1: no valid YAML: a [ is opened", "is: 'a: [1, 2'"]),
+    "open at the end": ("group_vars/all.yml", "a: 1\nb: [1, 2\n", ["group_vars/all.yml:2", "a [ is opened and not closed"]),
+    "quote": (
+        "group_vars/all.yml",
+        "a: 'x\nb: 1\nc: 2\n",
+        ["all.yml:1: no valid YAML: a quote is opened", "Close the quote in line 1"],
+    ),
+    "colon": (
+        "group_vars/all.yml",
+        "a: 1\nb 'x'\nc: 2\n",
+        ["group_vars/all.yml:2", "a name without a colon; the line is: \"b 'x'\""],
+    ),
+    "braces": (
+        "host_vars/ct200.yml",
+        "models: /srv\na:\n  model_path: {{ models }}/target\nb: 1\n",
+        ["host ct200", "host_vars/ct200.yml:3", "stands without quotes", '`model_path: "{{ models }}/target"`'],
+    ),
+    "braces alone": (
+        "host_vars/ct200.yml",
+        "models: /srv\na: {{ models['x'] | default(\"y\") }}\n",
+        ["host_vars/ct200.yml:2", "`a: '{{ models['x']"],
+    ),
+    "braces in a list": ("host_vars/ct200.yml", "a:\n  - {{ x }}\n", ["host_vars/ct200.yml:2", '`- "{{ x }}"`']),
+    "latin1": (
+        "host_vars/ct200.yml",
+        b"a: 1\n# M\xfcller\nb: [\n",
+        ["host_vars/ct200.yml:2", "not UTF-8", "Save host_vars/ct200.yml"],
+    ),
+    "secret": ("host_vars/ct200.yml", "ansible_become_pass: 'hush\nb: 1\n", ["ct200.yml:1", "ansible_become_pass: (hidden)"]),
     "list": ("host_vars/ct200.yml", "- a\n", ["host ct200", "host_vars/ct200.yml:1", "variables are a list, expected a map"]),
     "undefined": (
         "host_vars/ct200.yml",
@@ -43,9 +79,27 @@ CASES = {
     ),
     "port": ("host_vars/ct200.yml", "a: 1\nansible_port: ssh\n", ["ct200: ansible_port is 'ssh'", "host_vars/ct200.yml:2"]),
     "hosts": ("hosts.yml", "gpu_hosts:\n  hosts:\n    - ct200\n", ["hosts.yml:3", "hosts of group gpu_hosts are a list"]),
-    "brace": ("hosts.yml", "gpu_hosts:\n  hosts:\n    ct200: {a: 1\n", ["hosts.yml:4", "no valid YAML"]),
+    "brace": ("hosts.yml", "gpu_hosts:\n  hosts:\n    ct200: {a: 1\n", ["hosts.yml:3", "no valid YAML: a { is opened"]),
     "itself": ("hosts.yml", "gpu_hosts:\n  children:\n    gpu_hosts:\n", ["hosts.yml", "can't add group to itself"]),
     "vault": ("host_vars/ct200.yml", "$ANSIBLE_VAULT;1.1;AES256\n6262\n", ["ct200.yml: Attempting to decrypt", "_PASSWORD_FILE"]),
+    "a vault inline": (
+        "host_vars/ct200.yml",
+        "a: 1\nansible_become_password: !vault |\n  $ANSIBLE_VAULT;1.1;AES256\n  6262\n",
+        ["ct200: variable ansible_become_password", "host_vars/ct200.yml:2", "ANSIBLE_VAULT_PASSWORD_FILE=FILE"],
+    ),
+    "type": (
+        "host_vars/ct200.yml",
+        "a: 1\ngpu_host_min_disk_gib: lots\n",
+        [
+            "ct200: gpu_host_min_disk_gib is a text, 'lots', expected a number (host_vars/ct200.yml:2)",
+            "gpu_host_min_disk_gib: 12,",
+        ],
+    ),
+    "type of a map": (
+        "host_vars/ct200.yml",
+        "gpu_host_waivers: [gpu-busy]\n",
+        ["gpu_host_waivers is a list, [\"gpu-busy\"], expected a map (host_vars/ct200.yml:1)", "gpu_host_waivers: {NAME: value}"],
+    ),
     "tag": ("host_vars/ct200.yml", "a: !foo x\n", ["host_vars/ct200.yml", "constructor for the tag '!foo'"]),
     "key": ("hosts.yml", "gpu_hosts:\n  host:\n    ct200:\n", ["no host in hosts.yml", "unexpected key (host)"]),
     "become": (
@@ -71,13 +125,14 @@ def one_error(capfd: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert len(said.err.splitlines()) == 1, said.err
     for word in words:
         assert word in said.err
-    assert "Traceback" not in said.err
+    assert ". Next: " in said.err, "what to do about it"
+    assert "Traceback" not in said.err and "hush" not in said.err
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_fault_is_one_sentence_with_its_place(name: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file, text, words = CASES[name]
-    (here / file).write_text(text)
+    (here / file).write_bytes(text if isinstance(text, bytes) else text.encode())
     assert preflight.main(["-i", "hosts.yml"]) == 2
     one_error(capfd, words)
 
@@ -107,6 +162,25 @@ def test_a_limit_that_names_no_host_of_a_play(
 ) -> None:
     assert preflight.main(["-i", "hosts.yml", "-l", limit]) == 2
     one_error(capfd, words)
+
+
+@pytest.mark.parametrize("limit", ["0", "-5", "soon", "nan", "inf"])
+def test_a_limit_of_time_is_above_zero(limit: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for door in (preflight.main, smoke.main):
+        with pytest.raises(SystemExit) as ended:
+            door(["-i", "hosts.yml", f"--timeout={limit}"])
+        assert ended.value.code == 2
+        assert f"'{limit}' is no number of seconds above 0" in capsys.readouterr().err
+
+
+def test_a_password_file_of_vaults_that_is_not_there_is_misuse(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(remote, "_vault_secrets", remote._vault_secrets.__wrapped__)
+    monkeypatch.setattr("ansible.constants.DEFAULT_VAULT_PASSWORD_FILE", "none.txt")
+    for door in (preflight.main, smoke.main):
+        assert door(["-i", "hosts.yml"]) == 2
+        one_error(capfd, ["the password of the vault cannot be read", "none.txt", "ANSIBLE_VAULT_PASSWORD_FILE"])
 
 
 def test_hosts_that_no_play_is_for_are_left_out(here: Path) -> None:

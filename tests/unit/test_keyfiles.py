@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible.module_utils.gpu_host_judge import judge
 from ansible.plugins.loader import lookup_loader
 
 from fleet import keyfiles, preflight
@@ -38,20 +39,21 @@ def test_a_good_file_is_no_finding_and_its_key_is_not_told(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "fault"),
+    ("text", "fault", "taken"),
     [
-        (None, "no such file"),
-        ("", "empty"),
-        (" \n", "empty"),
-        ("a\nb\n", "2 lines"),
-        ("a\x07b", "letters that no header may have"),
-        ("kéy", "no plain text"),
+        (None, "no such file", True),
+        ("", "empty", True),
+        (" \n", "empty", True),
+        ("a\nb\n", "2 lines", False),
+        ("a\x07b", "letters that no header may have", False),
+        ("kéy", "no plain text", False),
     ],
 )
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="the fix calls openssl")
 def test_a_fault_has_a_fix_that_mends_it(
-    text: str | None, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str | None, fault: str, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A file that holds anything is left as it is: the key goes into another one."""
     monkeypatch.chdir(tmp_path)
     if text is not None:
         good(tmp_path / "keys/one", text)
@@ -59,9 +61,46 @@ def test_a_fault_has_a_fix_that_mends_it(
     assert fault in one["fault"]
     command = re.findall(r"`([^`]+)`", one["fix"])[0]
     subprocess.run(command, shell=True, check=True)
-    after = found(tmp_path)
+    file = "keys/one" if taken else "keys/gpu0"
+    assert one["instead"] == (None if taken else file)
+    after = found(tmp_path, file)
     assert (after["fault"], after["open"]) == (None, None)
-    assert len((tmp_path / "keys/one").read_text()) == 65
+    assert len((tmp_path / file).read_text()) == 65
+    assert taken or (tmp_path / "keys/one").read_text() == text
+    if not taken:
+        assert subprocess.run(command, shell=True, check=False, capture_output=True).returncode, (
+            "not written over either"
+        )
+        assert found(tmp_path)["instead"] == "keys/gpu0-2"
+
+
+@pytest.mark.parametrize(
+    "value", ["sk-abcdef1234567890", "hf_AbCdEfGh", "d0d0cafe" * 4, "Bearer abc", "aGVsbG8gd29ybGQ5/8x7+abcd=="]
+)
+def test_a_key_in_place_of_a_file_is_not_told_and_gets_a_file(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    variables = {"inventory_dir": str(tmp_path), "gpu_units_instances": [{"name": "gpu0", "api_key_file": value}]}
+    asked, _ = preflight.wanted("ct200", variables)
+    (finding,) = [one for one in judge("ct200", asked)["findings"] if one["id"] == "api-key-file"]
+    assert value not in json.dumps(finding)
+    assert "(hidden) on this control machine: no such file, and it looks like a key itself" in finding["observed"]
+    assert finding["fix"].endswith("; then write api_key_file: keys/gpu0 in host_vars/ct200.yml.")
+    command = re.findall(r"`([^`]+)`", finding["fix"])[0]
+    subprocess.run(command, shell=True, check=True, input=f"{value}\n", text=True)
+    after = found(tmp_path, "keys/gpu0")
+    assert (after["fault"], after["open"]) == (None, None)
+    assert (tmp_path / "keys/gpu0").read_text() == f"{value}\n"
+
+
+@pytest.mark.parametrize(
+    "file", ["keys/rack8.key", "rack8-gpu0", "/etc/fleet/api-key-2026-12-01", "api.key", "~/keys/one"]
+)
+def test_a_name_of_a_file_is_told(file: str, tmp_path: Path) -> None:
+    one = found(tmp_path, file)
+    assert one["fault"] == "no such file"
+    assert one["path"].endswith(file.removeprefix("~"))
 
 
 def test_everybodys_file_a_folder_and_a_vault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

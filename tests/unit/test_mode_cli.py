@@ -50,7 +50,7 @@ def test_the_inventorys_mode_is_the_instances_own_or_the_default(inventory: str)
     ("words", "told"),
     [
         (["ct299", "gpu0"], "no host matches 'ct299' .*it has ct200, ct201"),
-        (["all", "gpu0"], r"all names 2 hosts \(ct200, ct201\); name one"),
+        (["all", "gpu0"], r"all names 2 hosts \(ct200, ct201\). Next: name one"),
         (["ct200", "gpu9", "ddtree"], "ct200 has no instance 'gpu9'; known: gpu0, gpu1"),
         (["ct201", "gpu0"], "ct201 has no instance 'gpu0'; known: none"),
         (["ct200", "gpu0", "tree"], "unknown mode 'tree'; known: baseline, dflash, ddtree-shadow, ddtree"),

@@ -74,7 +74,7 @@ def test_a_good_host_is_told_in_few_lines_with_the_next_step(
     assert preflight.main([*hosts(ct200=GOOD)]) == 0
     told = capsys.readouterr().out.splitlines()
     assert told == [
-        f"ct200: preflight ok, profile sm120, {len(gpu_host_judge.RULES)} of {len(gpu_host_judge.RULES)} checks hold.",
+        f"ct200: preflight ok, profile sm120, 8 instances, {len(gpu_host_judge.RULES)} of {len(gpu_host_judge.RULES)} checks hold.",
         "GPUs: 8x RTX PRO 6000 Blackwell Server Edition",
         "Next: ansible-playbook site.yml -l ct200 -i fleet.yml",
     ]
@@ -163,10 +163,21 @@ def test_recorded_facts_stand_in_and_are_told(
     assert "profile sm90" in told and "GPUs: 1x H200" in told and "warn [facts-stand-in]" in told
 
 
+@pytest.mark.parametrize("rule", gpu_host_judge.NEVER_WAIVED)
+def test_what_judges_the_inventory_against_the_host_cannot_be_waived(rule: str) -> None:
+    assert [one.severity for one in gpu_host_judge.RULES if one.id == rule and one.needs_host] == ["block"]
+    wanted, facts = good()
+    wanted |= {"waivers": {rule: "we know better"}}
+    wanted["instances"][0]["gpus"] = [99]
+    verdict = gpu_host_judge.judge("ct200", wanted, facts)
+    told = {finding["id"]: finding["severity"] for finding in verdict["findings"]}
+    assert not verdict["ok"] and told["gpu-unknown"] == told["waiver-unknown"] == "block"
+
+
 def test_the_door_and_the_play_ask_the_same(repo: Path) -> None:
     """Every key that the role's task hands to the module is handed to the judge by the door."""
     (task,) = yaml.safe_load((repo / "roles/gpu_host/tasks/main.yml").read_text())
     asked, _ = preflight.wanted("ct200", {"inventory_dir": str(repo / "inventory")})
-    added = {"root", "key_files", *declared.known(None, None, None, {})}  # by the module, and by its action plugin
+    added = {"root", "key_files", "ssh", *declared.known(None, None, None, {})}  # by the module, and by its action plugin
     assert set(asked) - added == set(task["gpu_host_preflight"]["wanted"])
     assert asked["where"] == "inventory/host_vars/ct200.yml"

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+from ansible.module_utils import gpu_host_rules_files as rules_files
+from ansible.module_utils.gpu_host_rules import Case
 from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar, trust_as_template
 
@@ -55,6 +57,20 @@ def test_a_pair_that_was_copied_in_part_is_told_with_the_copy_that_mends_it(
     closed = found["model-unreadable"]
     assert f"chmod a+r {tmp_path}/draft/config.json`" in closed["fix"]
     assert "user nobody-of-this-name, who will be one of the others" in closed["observed"]
+
+
+def test_commands_to_a_host_carry_its_options_of_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANSIBLE_SSH_ARGS", "-o ControlMaster=auto")
+    way = {"ansible_ssh_common_args": "-F none -o UserKnownHostsFile=known", "ansible_port": 2222}
+    way["ansible_ssh_private_key_file"] = "/keys/one"
+    asked, _ = preflight.wanted("ct200", {**way, "ansible_user": "root", "inventory_dir": str(tmp_path)})
+    options = "-F none -o UserKnownHostsFile=known -o Port=2222 -i /keys/one"
+    assert asked["ssh"] == options
+    whole, part = (rules_files.copy(Case("ct200", asked), "/srv/m", names) for names in (None, ["config.json"]))
+    assert whole == f"ssh {options} root@ct200 mkdir -p /srv/m && scp {options} -r FOLDER/* root@ct200:/srv/m/"
+    assert part == f"scp {options} FOLDER/config.json root@ct200:/srv/m/"
+    plain, _ = preflight.wanted("ct200", {"inventory_dir": str(tmp_path)})
+    assert plain["ssh"] == ""
 
 
 @pytest.mark.parametrize(

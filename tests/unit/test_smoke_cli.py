@@ -269,7 +269,8 @@ def test_an_instance_that_neither_host_nor_inventory_knows_is_misuse(
     monkeypatch.setattr(smoke.remote, "targets", lambda *_: [one])
     monkeypatch.setattr(smoke, "probe", lambda *_: bare)
     assert smoke.main(["--instance", "zz"]) == 2
-    assert capsys.readouterr().err.endswith("smoke: no instance named zz; ct200 has gpu0 (not deployed)\n")
+    said = capsys.readouterr().err
+    assert "smoke: no instance named zz; ct200 has gpu0 (not deployed). Next: name one of these" in said
     assert smoke.main(["--instance", "gpu0"]) == 1
     del bare["deployed"]  # it gave no answer, so nobody knows
     assert smoke.main(["--instance", "zz"]) == 1

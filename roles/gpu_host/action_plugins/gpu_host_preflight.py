@@ -22,7 +22,9 @@ from ansible.plugins.action import ActionBase
 REPO = Path(__file__).resolve().parents[3]
 if str(REPO) not in sys.path:
     sys.path.append(str(REPO))
-declared, keyfiles, recording = (import_module(f"fleet.{name}") for name in ("declared", "keyfiles", "recording"))
+declared, keyfiles, recording, remote = (
+    import_module(f"fleet.{name}") for name in ("declared", "keyfiles", "recording", "remote")
+)
 
 
 def source() -> str:
@@ -53,6 +55,8 @@ class ActionModule(ActionBase):
         known["key_files"] = keyfiles.found(
             wanted.get("instances"), wanted.get("defaults"), task_vars.get("inventory_dir")
         )
+        way = {name: self._templar.template(task_vars[name]) for name in remote.WAY if name in task_vars}
+        known["ssh"] = remote.client_options(way)
         arguments = {**self._task.args, "wanted": {**wanted, **known}, "pynvml": source()}
         try:
             arguments["stand_in"] = recording.read(arguments.pop("facts_file", "")) or None

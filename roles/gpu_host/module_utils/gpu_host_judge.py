@@ -124,8 +124,9 @@ def instances_of(wanted: Map) -> list[Map]:
 def judge(host: str, wanted: Map, facts: Map | None = None) -> Map:
     """The verdict on a host; without facts only the inventory's rules are asked.
 
-    Returns `{verb, host, ok, profile, findings, passed}`. findings: blocks first, each
-    `{id, severity, thing, observed, expected, fix, why, source}`, a waived one with its reason. passed: ids of rules that held.
+    Returns `{verb, host, ok, profile, instances, findings, passed}`. instances: how many were judged. findings: blocks first,
+    each `{id, severity, thing, observed, expected, fix, why, source}`, a waived one with its reason; a fault of several instances
+    is one finding, with `also: [the others]`. passed: ids of rules that held.
     """
     wanted = {**wanted, "waivable": WAIVABLE}
     profile = profile_of(wanted, facts)
@@ -146,7 +147,8 @@ def judge(host: str, wanted: Map, facts: Map | None = None) -> Map:
             findings.append(finding)
     findings = sorted(grouped(findings, case.instances), key=lambda finding: ORDER[finding["severity"]])
     ok = not any(finding["severity"] == BLOCK for finding in findings)
-    return {"verb": "preflight", "host": host, "ok": ok, "profile": profile, "findings": findings, "passed": passed}
+    about = {"verb": "preflight", "host": host, "ok": ok, "profile": profile, "instances": len(case.instances)}
+    return {**about, "findings": findings, "passed": passed}
 
 
 def lines(verdict: Map, *, info: bool = False) -> list[str]:
@@ -156,7 +158,8 @@ def lines(verdict: Map, *, info: bool = False) -> list[str]:
     missed = {finding["id"] for finding in findings}
     held = f"{len(verdict['passed'])} of {len(verdict['passed']) + len(missed)} checks hold"
     if verdict["ok"]:
-        head = f"{verdict['host']}: preflight ok, profile {verdict['profile']}, {held}."
+        count = "1 instance" if verdict["instances"] == 1 else f"{verdict['instances']} instances"
+        head = f"{verdict['host']}: preflight ok, profile {verdict['profile']}, {count}, {held}."
     else:
         problems = "1 problem" if blocks == 1 else f"{blocks} problems"
         head = f"{verdict['host']}: preflight found {problems}, {held}. Nothing was changed."

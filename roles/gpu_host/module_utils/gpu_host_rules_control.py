@@ -66,11 +66,13 @@ def api_key_file(case: Case) -> Iterator[Hit]:
     """Every api_key_file is there and holds one key."""
     for one in _keys(case):
         if one["fault"]:
+            named = one.get("instead")
+            then = f"then write api_key_file: {named}" if named else "another file: set api_key_file"
             yield Hit(
                 f"api_key_file of {one['of']}",
                 f"{one['path']} on this control machine: {one['fault']}",
                 "a file with one key on one line",
-                f"{one['fix']}; another file: set api_key_file in {case.where}.",
+                f"{one['fix']}; {then} in {case.where}.",
             )
 
 

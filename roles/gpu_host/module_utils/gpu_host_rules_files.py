@@ -87,11 +87,12 @@ def copy(case: Case, path: str, names: list[str] | None = None) -> str:
     """The command that copies a model, or some of its files, from FOLDER here to the host; links become files."""
     # A pattern among the names is the shell's to read.
     sources = " ".join(f"FOLDER/{name if '*' in name else shlex.quote(name)}" for name in names or []) or "FOLDER/*"
-    to, reach = shlex.quote(path), case.wanted.get("reach", case.host)
+    to, reach, options = shlex.quote(path), case.wanted.get("reach", case.host), case.wanted.get("ssh") or ""
     if not reach:
         return f"mkdir -p {to} && cp -rL {sources} {to}/"
     there = shlex.quote(f"{reach}:{path}/")
-    return f"scp {sources} {there}" if names else f"ssh {reach} mkdir -p {to} && scp -r {sources} {there}"
+    ssh, scp = (f"{program} {options}".rstrip() for program in ("ssh", "scp"))
+    return f"{scp} {sources} {there}" if names else f"{ssh} {reach} mkdir -p {to} && {scp} -r {sources} {there}"
 
 
 def copied(case: Case, path: str, names: list[str] | None = None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ansible.module_utils.gpu_host_rules import BLOCK, KEYS, PROFILES, WARN, Case, Hit, rule, shown
+from ansible.module_utils.gpu_host_rules import BLOCK, KEYS, PROFILES, WARN, Case, Hit, Map, rule, shown
 from ansible.module_utils.gpu_host_words import kind, meant, near
 
 # gpu_units_render.HOME: units, links and the way back are written for this folder.
@@ -108,6 +108,9 @@ def instances_malformed(case: Case) -> Iterator[Hit]:
         if not isinstance(instance, dict):
             yield Hit(
                 f"gpu_units_instances, entry {at + 1}",
+        stray = _unread_files(case)[:1] if instances in (None, [], {}, "") and not misspelt else []
+        for file in stray:
+            observed, fix = f"no instance; {file['path']} is there and is not read: {file['why']}", file["fix"]
                 f"{kind(instance)}: {shown(instance)}",
                 "a map",
                 f"Write it in {case.where} as: - {example}",
@@ -149,6 +152,43 @@ def variable_unknown(case: Case) -> Iterator[Hit]:
     needs_host=False,
 )
 def path_relative(case: Case) -> Iterator[Hit]:
+def _unread_files(case: Case) -> list[Map]:
+    """Files of variables that nothing reads, as `fleet.varfiles.known` tells of them."""
+    return list(case.wanted.get("unread_files") or [])
+
+
+@rule(
+    "file-unread",
+    WARN,
+    "Ansible reads one file or folder of each host and group, by its exact name; what another one says is not done.",
+    source="https://docs.ansible.com/ansible/latest/inventory_guide/intro_inventory.html#organizing-host-and-group-variables",
+    needs_host=False,
+)
+def file_unread(case: Case) -> Iterator[Hit]:
+    """Every file below host_vars and group_vars is somebody's, and the one that is read."""
+    told = 0 if case.wanted.get("instances") or unread(case) else 1  # the first one by instances-malformed
+    for file in _unread_files(case)[told:]:
+        yield Hit(file["path"], f"not read: {file['why']}", "files of hosts and groups, one each", file["fix"])
+
+
+@rule(
+    "key-twice",
+    BLOCK,
+    "YAML takes the last of two equal names in a map and drops the other without a word: half of what is written holds.",
+    source="https://yaml.org/spec/1.2.2/#3213-node-comparison",
+    needs_host=False,
+)
+def key_twice(case: Case) -> Iterator[Hit]:
+    """Every name stands once in its map, in the files that this host's variables come from."""
+    for one in case.wanted.get("twice") or []:
+        yield Hit(
+            one["at"],
+            f"{one['name']} is written a second time, before at {one['before']}",
+            "each name once in a map",
+            f"Remove one of the two `{one['name']}:` in {one['at'].rpartition(':')[0]}.",
+        )
+
+
     """Folders of the host are given from / or from a home (~) on."""
     for name, given in sorted((case.wanted.get("paths") or {}).items()):
         for path in given if isinstance(given, list) else [given]:

@@ -294,7 +294,8 @@ def _right_now(case: Case) -> str:
     reach = case.wanted.get("reach")
     now = "date -s @$(date +%s)"
     if reach and inside(case) != "container":
-        by_hand = f'`ssh {reach} "date -s @$(date +%s)"` from a machine whose clock is right'
+        ssh = f"ssh {case.wanted.get('ssh') or ''}".rstrip()
+        by_hand = f'`{ssh} {reach} "date -s @$(date +%s)"` from a machine whose clock is right'
     else:
         by_hand = f"set it, as with `{now}` over ssh from a machine whose clock is right"
     return f"First {by_hand}; then, to keep it: {_set_clock(case)}"
