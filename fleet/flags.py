@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of an engine as data, read from the engine's own parser.
+"""Flags of an engine as data, read from the engine's own parser, and names of its variables, from its source.
 
     PYTHON -m fleet.flags > engines/sglang-0.5.11/flags.yml
+    PYTHON -m fleet.flags envs > engines/sglang-0.5.11/envs.yml
 
 PYTHON is that of the patched engine, such as /opt/sglang-fleet/current/venv/bin/python. `tests/engine/test_units_launch.py` holds
 the file against the parser. Instances give flags in a config file: this says what such a file may hold, not a command line.
@@ -17,7 +18,10 @@ import json
 import re
 import sys
 import textwrap
+from collections.abc import Iterable
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 HEAD = """\
@@ -27,6 +31,15 @@ HEAD = """\
 # Written by `PYTHON -m fleet.flags`, see fleet/flags.py.
 # Source: the engine's own parser, sglang/srt/server_args.py and server_args_config_parser.py.
 """
+HEAD_ENVS = """\
+---
+# SPDX-License-Identifier: Apache-2.0
+# Variables of the environment that the patched engine knows.
+# Written by `PYTHON -m fleet.flags envs`, see fleet/flags.py.
+# Source: the engine's own code; most are declared in sglang/srt/environ.py.
+"""
+# A name in quotes, as os.environ takes it, or one that environ.py declares.
+VARIABLE = re.compile(r"""["'](SGL(?:ANG)?_[A-Z0-9_]+)["']|^ +(SGL(?:ANG)?_[A-Z0-9_]+) *= *Env""", re.M)
 # What a converter of the parser takes, by its name; `_budget` refuses by itself, and is a key of the instance anyway.
 TYPES = {
     "int": "int",
@@ -96,8 +109,21 @@ def text(flags: dict[str, dict[str, Any]]) -> str:
     return HEAD + "".join(f"{line}\n" for line in lines)
 
 
+def variables(folders: Iterable[Path]) -> list[str]:
+    """Names of variables in the Python files below folders."""
+    texts = (path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py"))
+    return sorted({name for text in texts for pair in VARIABLE.findall(text) for name in pair if name})
+
+
 def main() -> None:
-    """Print the file of the engine that this Python has."""
+    """Print a file of the engine that this Python has."""
+    if sys.argv[1:] == ["envs"]:
+        spec = find_spec("sglang")
+        if spec is None:
+            raise SystemExit("this Python has no sglang")
+        found = variables(map(Path, spec.submodule_search_locations or ()))
+        sys.stdout.write(HEAD_ENVS + "".join(f"- {name}\n" for name in found))
+        return
     parser = argparse.ArgumentParser()
     import_module("sglang.srt.server_args").ServerArgs.add_cli_args(parser)
     sys.stdout.write(text(described(parser)))

@@ -66,4 +66,5 @@ def _called(value: Any) -> str:
 
 def no_fit(file: str, error: Exception) -> RecordingError:
     """What is said where a rule met something in the recording that no gatherer writes."""
-    return RecordingError(f"gpu_host_facts_file {file} has not the form of a recording: {error!r}; {EXPECTED}")
+    told = "has not the form of a recording, or the check is at fault (report it then)"
+    return RecordingError(f"gpu_host_facts_file {file} {told}: {error}; {EXPECTED}")

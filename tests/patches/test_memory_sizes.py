@@ -13,6 +13,9 @@ import pytest
 from ansible.module_utils.gpu_host_memory import state_bytes
 from ansible.module_utils.gpu_host_memory_engine import engine_defaults, graph_sizes
 
+from fleet.envs import known
+from fleet.flags import variables
+
 MEMORY = ("_handle_gpu_memory_settings", "_generate_cuda_graph_batch_sizes", "_generate_piecewise_cuda_graph_tokens")
 CARDS_MIB = (16384, 24564, 32607, 49140, 81559, 97887, 143771, 183359)
 
@@ -67,6 +70,7 @@ def test_the_engines_own_choices_are_known(server_args: type) -> None:
         {},
         {"chunked-prefill-size": 2048},
         {"chunked-prefill-size": -1},
+        {"chunked-prefill-size": 0, "max-prefill-tokens": 4096},
         {"cuda-graph-max-bs": 16},
         {"cuda-graph-bs": [1, 2, 300]},
         {"disable-piecewise-cuda-graph": True},
@@ -81,6 +85,12 @@ def test_the_engines_own_choices_are_known(server_args: type) -> None:
             assert graph_sizes(expected[1], drafting) == sorted(set(sizes)), (mib, tp, drafting, args)
         seen.add(expected)
     assert len(seen) > 50
+
+
+def test_the_engines_variables_are_listed(repo: Path, engine_site: Path) -> None:
+    """`PYTHON -m fleet.flags envs > engines/sglang-0.5.11/envs.yml` writes the list anew."""
+    series = (repo / "ddtree_patches/sglang-0.5.11/overlay", repo / "ddtree_patches/common")
+    assert known("sglang-0.5.11") == set(variables([engine_site / "sglang", *series]))
 
 
 def test_a_state_is_as_large_as_the_engines(engine_site: Path) -> None:

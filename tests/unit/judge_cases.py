@@ -12,6 +12,7 @@ from tests.unit.judge_cases_deployed import DEPLOYED
 from tests.unit.judge_cases_host import HOST, IN_LXC
 from tests.unit.judge_cases_inventory import INVENTORY
 from tests.unit.judge_cases_models import MODELS
+from tests.unit.judge_cases_sizes import SIZES
 from tests.unit.judge_kit import (
     CPU,
     GDN,
@@ -302,5 +303,7 @@ WITH = {
     "gpu-twice": set(),
     "compiler-missing": {"cpu-profile"},
     "profile-unknown": set(),
-    **{key: {"cpu-profile"} for key in ("instances-malformed", "budget-room")},
+    **{key: {"cpu-profile"} for key in ("instances-malformed", "budget-room", "fraction-whole")},
+    "backend-refused": {"env-unknown"},
+    "flag-range": {"cpu-profile", "budget-room"},
 }

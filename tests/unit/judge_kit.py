@@ -10,7 +10,7 @@ from typing import Any
 from ansible.module_utils import kernel_backends_matrix as matrices
 from ansible.module_utils.gpu_host_judge import judge
 
-from fleet import backends, declared
+from fleet import backends, declared, envs
 
 GIB = 1 << 30
 MATRIX = backends.read()
@@ -346,5 +346,6 @@ def findings(change: Change) -> list[dict[str, Any]]:
     change(wanted, facts)
     instances = wanted["instances"] if isinstance(wanted["instances"], list) else []
     wanted["flags"] = declared.flags(wanted["engine"], wanted["instances"], wanted["defaults"])
+    wanted["envs"] = envs.unknown(wanted["engine"], wanted["instances"], wanted["defaults"])
     wanted["matrix"] = dict(matrices.narrowed(MATRIX, str(wanted["engine"]), [*instances, wanted["defaults"]]))
     return judge("ct200", wanted, facts)["findings"]

@@ -131,7 +131,9 @@ def test_folders_of_the_host_come_from_the_argument_specs() -> None:
         "sglang_venv_wheelhouse",
     )  # fmt: skip
     given = {"gpu_host_root": "x", "sglang_venv_uv_cache": "{{ sglang_venv_root }}/cache", "my_variable": 1}
-    assert declared.known("sglang-9", [], None, given) == {"flags": None, "unread": {}, "paths": {"gpu_host_root": "x"}}
+    known = declared.known("sglang-9", [], None, given)
+    told = {"flags": None, "envs": {}, "unread": {}, "paths": {"gpu_host_root": "x"}}
+    assert {key: known[key] for key in told} == told
 
 
 # --- numbers that stand elsewhere too ----------------------------------------------------------------------------

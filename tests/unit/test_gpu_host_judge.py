@@ -20,6 +20,7 @@ from ansible.module_utils.gpu_host_judge import WAIVABLE, judge, lines, profile_
 from ansible.module_utils.gpu_host_rules import BLOCK, RULES, Rule, boot_with
 
 from fleet import declared
+from fleet.preflight import table_of
 from tests.unit.judge_cases import (
     BROKEN,
     GONE,
@@ -158,9 +159,11 @@ def test_one_wrong_default_is_one_finding(rule: str) -> None:
     wanted, facts = good()
     change(wanted, facts)
     wanted["flags"] = declared.flags(wanted["engine"], wanted["instances"], wanted["defaults"])
-    told = lines(judge("ct200", wanted, facts))
-    assert "found 1 problem," in told[0]
+    verdict = judge("ct200", wanted, facts)
+    told, row = lines(verdict), table_of([{**verdict, "gpus": []}], [])[-2].split()
     assert len(told) == 4
+    assert "found 1 problem," in told[0]
+    assert row[1:6] == ["BLOCKED", "sm120", "-", "1", "0"]
 
 
 def test_the_fix_of_a_shared_fault_is_for_all_of_them() -> None:

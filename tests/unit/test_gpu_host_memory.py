@@ -212,6 +212,13 @@ def test_what_is_asked_for_and_does_not_fit_is_named() -> None:
     assert not planned(instance(context_length=2048), DENSE7, DRAFT7, RTX5090).short()
 
 
+def test_whole_prompts_are_planned_where_chunks_are_off() -> None:
+    for chunk in (0, -1, -5):
+        found = planned(instance(chunked_prefill_size=chunk, max_prefill_tokens=5000))
+        assert found.chunk == 5000
+        assert planned(instance(chunked_prefill_size=chunk)).chunk == 16384
+
+
 def test_ranks_share_weights_heads_and_states() -> None:
     one, two = (planned(instance(disable_radix_cache=True), HYBRID7, count=count) for count in (1, 2))
     assert two.target == one.target // 2

@@ -86,7 +86,9 @@ def test_what_no_rule_knows_is_told_too(
     """Deep in the facts a rule is the first to see it."""
     monkeypatch.chdir(tmp_path)
     Path("bad.json").write_text(json.dumps({**H200, "limits": 7}))
-    assert "has not the form of a recording" in run("bad.json", capsys)
+    told = run("bad.json", capsys)
+    assert "has not the form of a recording, or the check is at fault" in told
+    assert ": the check " in told and "AttributeError" in told
 
 
 RECORDINGS = [path for path in sorted(DATA.glob("*.json")) if "gpu" in json.loads(path.read_text())]

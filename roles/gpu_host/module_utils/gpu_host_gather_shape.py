@@ -17,10 +17,10 @@ def _number(config: Facts, *keys: str) -> int | None:
 def describe_shape(text: Facts) -> Facts:
     """Sizes of a model's text part, None where it does not tell.
 
-    `{layers, linear_layers, heads, kv_heads, head_dim, v_head_dim, latent, hidden, intermediate, vocab, positions, experts,
-    quantization, tied, net}`. latent: numbers per token and layer where keys and values are compressed (MLA). intermediate: of
-    all units that one token passes, in experts those that it is sent to. net: sizes of a gated delta net,
-    `{key_heads, value_heads, key_dim, value_dim, kernel, dtype}`.
+    `{layers, linear_layers, heads, kv_heads, head_dim, v_head_dim, latent, hidden, intermediate, vocab, positions, context,
+    experts, quantization, tied, net}`. context: [least, most] that the engine can make of it. latent: numbers per token and layer
+    where keys and values are compressed (MLA). intermediate: of all units that one token passes, in experts those that it is sent
+    to. net: sizes of a gated delta net, `{key_heads, value_heads, key_dim, value_dim, kernel, dtype}`.
     """
     layers, heads, hidden = (_number(text, key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     head_dim = _number(text, "head_dim") or (hidden // heads if hidden and heads else None)
@@ -40,11 +40,27 @@ def describe_shape(text: Facts) -> Facts:
         "intermediate": routed * width + shared if routed and width else _number(text, "intermediate_size"),
         "vocab": _number(text, "vocab_size"),
         "positions": _number(text, "max_position_embeddings"),
+        "context": _context(text),
         "experts": _number(text, "num_experts", "n_routed_experts", "num_local_experts"),
         "quantization": quantization.get("quant_method") if isinstance(quantization, dict) else None,
         "tied": text.get("tie_word_embeddings"),
         "net": _net(text),
     }
+
+
+def _context(text: Facts) -> list[int] | None:
+    """Bounds of the longest context: `get_context_length` of SGLang 0.5.11, utils/hf_transformers/common.py.
+
+    Of a rotary scaling it takes the factor in some forms only, which depends on what the library adds to a config.json.
+    """
+    length = _number(
+        text, "max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings"
+    )
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    layers = [scaling, *scaling.values()] if isinstance(scaling, dict) else []
+    factors = [one.get("factor") for one in layers if isinstance(one, dict)]
+    factor = max([1.0, *(float(one) for one in factors if isinstance(one, (int, float)))])
+    return [length, int(length * factor)] if length else None
 
 
 def _linear_layers(text: Facts, layers: int | None) -> int | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ansible.module_utils.gpu_host_memory_engine import engine_defaults, first, graph_sizes
+from ansible.module_utils.gpu_host_memory_engine import engine_defaults, first, graph_sizes, prefill_tokens
 from ansible.module_utils.gpu_host_rules import GIB, Map, args_of, whole
 
 MIB = 1 << 20
@@ -200,7 +200,7 @@ class Plan:
         rows += [
             ("CUDA graphs, about", self.captured * GRAPH, f"{self.captured} of them, largest batch {self.graph}"),
             ("logits of a step, about", self.logits, ""),
-            ("prefill, about", self.prefill, f"chunks of {self.chunk} tokens"),
+            ("prefill, about", self.prefill, f"{self.chunk} tokens at a time"),
             ("CUDA context and libraries, about", CONTEXT, ""),
         ]
         told = [f"{name} {gib(size)}{f' ({note})' if note else ''}" for name, size, note in rows]
@@ -246,7 +246,9 @@ def plan(instance: Map, target: Map, draft: Map | None, mib: int, count: int) ->
     slots, kinds = verify_slots(instance, draft)
     graph = 0 if args.get("disable-cuda-graph") else min(graph, requests)
     longest = min(
-        value for value in (chunk, args.get("max-total-tokens"), args.get("context-length")) if value and value > 0
+        value
+        for value in (prefill_tokens(chunk, args), args.get("max-total-tokens"), args.get("context-length"))
+        if value
     )
     wide = STREAMS * (shape.get("hidden") or 0) + UNITS * (shape.get("intermediate") or 0) // tp
     return Plan(
@@ -275,7 +277,7 @@ def plan(instance: Map, target: Map, draft: Map | None, mib: int, count: int) ->
 COUNTS = (
     *("tp-size", "tensor-parallel-size", "pp-size", "pipeline-parallel-size", "dp-size", "data-parallel-size"),
     *("max-running-requests", "max-total-tokens", "context-length", "cuda-graph-max-bs", "max-mamba-cache-size"),
-    "speculative-dflash-block-size",
+    *("speculative-dflash-block-size", "max-prefill-tokens"),
 )
 
 

@@ -13,6 +13,7 @@ from ansible.module_utils.gpu_host_rules import Map
 # Below so many GiB of GPU memory: prefill chunk, largest graph on fewer than 4 ranks, on more.
 SIZES = ((20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (90, 8192, 256, 512), (160, 8192, 256, 512))
 LARGEST = (16384, 512, 512)
+PREFILL = 16384  # max_prefill_tokens of ServerArgs
 
 
 def first(args: Map, *names: str) -> Any:
@@ -34,20 +35,21 @@ def piecewise_sizes(largest: int) -> int:
     return sum(size <= largest for step in (*steps, range(4608, largest + 1, 512)) for size in step)
 
 
+def prefill_tokens(chunk: int, args: Map) -> int:
+    """Tokens of one prefill at most: a chunk, or where chunks are off (0 and below) those of whole prompts."""
+    return chunk if chunk > 0 else int(args.get("max-prefill-tokens") or PREFILL)
+
+
 def engine_defaults(mib: int, ranks: int, args: Map, drafting: bool) -> tuple[int, int, float]:
     """(prefill chunk, largest graph, mem-fraction-static) that the engine takes on a GPU of `mib` where `args` name none."""
     row = next((row[1:] for row in SIZES if mib < row[0] * 1024), LARGEST)
     tp = first(args, "tp-size", "tensor-parallel-size") or ranks
-    chunk = first(args, "chunked-prefill-size") or row[0]
+    given = first(args, "chunked-prefill-size")
+    chunk = row[0] if given is None else given
     graph = first(args, "cuda-graph-max-bs") or row[2 if tp >= 4 else 1]
     if listed := args.get("cuda-graph-bs"):
         graph = max(listed)
-    reserved = (
-        512
-        + max(chunk if chunk > 0 else args.get("max-prefill-tokens") or 16384, 2048) * 1.5
-        + graph * 2
-        + ranks / 8 * 1024
-    )
+    reserved = 512 + max(prefill_tokens(chunk, args), 2048) * 1.5 + graph * 2 + ranks / 8 * 1024
     if not args.get("disable-piecewise-cuda-graph"):
         reserved += piecewise_sizes(min(max(chunk, 0), args.get("max-total-tokens") or chunk)) * 8
     if mib > 60 * 1024:

@@ -148,6 +148,39 @@ def args_of(instance: Map) -> Map:
     return {flag(name): value for name, value in args.items()} if isinstance(args, dict) else {}
 
 
+# The parallel sizes by the longest names of their flags, which is what the engine's parser makes of every other spelling.
+SIZES = {
+    "tp-size": "tensor-parallel-size",
+    "pp-size": "pipeline-parallel-size",
+    "dp-size": "data-parallel-size",
+    "ep-size": "expert-parallel-size",
+}
+
+
+def spelled(case: Case, instance: Map) -> Map:
+    """Further flags of an instance by their longest names: other names and abbreviations are the same to the engine."""
+    known = case.wanted.get("flags") or {}
+    return {
+        str(known.get(name, {}).get("flag") or SIZES.get(name, name)): value
+        for name, value in args_of(instance).items()
+    }
+
+
+def env_of(instance: Map) -> Map:
+    """Variables of an instance as the engine sees them: it writes SGL_X over SGLANG_X (environ.py of SGLang 0.5.11)."""
+    env = instance.get("env")
+    found = {str(name): value for name, value in env.items()} if isinstance(env, dict) else {}
+    return found | {
+        f"SGLANG_{name.removeprefix('SGL_')}": value for name, value in found.items() if name.startswith("SGL_")
+    }
+
+
+def on(value: Any) -> bool | None:
+    """A variable as the engine reads true and false; None for neither."""
+    word = str(value).lower()
+    return True if word in ("true", "1", "yes", "y") else False if word in ("false", "0", "no", "n") else None
+
+
 def version(text: Any) -> tuple[int, ...]:
     """`580.95.05` as (580, 95, 5); words count as nothing."""
     return tuple(int(part) for part in re.findall(r"\d+", str(text)))

@@ -82,7 +82,9 @@ def meant_value(row: Map, value: Any) -> str | None:
         found = [one for one in (("on", "yes") if value else ("off", "no")) if one in choices]
         return json.dumps(found[0]) if found else None
     if choices:
-        return next(iter(near(word, choices, 1, 0.6)), None)
+        same = [one for one in choices if re.sub("[-_]", "", one.lower()) == re.sub("[-_]", "", word)]
+        found = same or [one for one in choices if word in one.lower()] or near(word, choices)
+        return found[0] if len(found) == 1 else None  # of several nobody knows which
     number = re.match(r"\d+", word) if row["type"] in ("int", "size") and not isinstance(value, list) else None
     return number[0] if number else None
 
@@ -111,6 +113,8 @@ def flag_unknown(case: Case) -> Iterator[Hit]:
     for thing, name, _, row in _rows(case):
         if "near" in row:
             fix = f"Write {row['near'][0]} instead of {name}" if row["near"] else f"Remove {name}"
+            if row.get("opposite"):
+                fix = f"Remove {name}, which is so unless {row['opposite']} is given,"
             yield Hit(
                 thing,
                 f"{name} under args",
@@ -132,6 +136,8 @@ def flag_value(case: Case) -> Iterator[Hit]:
         if "near" not in row and (wanted := expected(row, value)):
             guess = None if row["type"] == "command-line" else meant_value(row, value)
             way = f"Write {name}: {guess}" if guess else f"Remove {name}, or give it such a value,"
+            if not guess and (some := [one for one in map(str, row.get("choices") or []) if str(value).lower() in one]):
+                way = f"Write {name}: with that of {', '.join(some)} which is meant,"
             yield Hit(
                 thing,
                 f"{name}: {shown(value, name)}",

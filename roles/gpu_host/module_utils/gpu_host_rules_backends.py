@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ansible.module_utils import kernel_backends_matrix as matrices
-from ansible.module_utils.gpu_host_rules import BLOCK, Case, Hit, Map, args_of, label, rule
+from ansible.module_utils.gpu_host_rules import BLOCK, Case, Hit, Map, args_of, env_of, label, rule
 from ansible.module_utils.gpu_host_rules_hybrid import FORKING_MODEL_TYPES
 
 
@@ -28,15 +28,18 @@ def backend_refused(case: Case) -> Iterator[Hit]:
         mine = matrices.rows_of(rows, [gpu["compute_cap"] for gpu in gpus if gpu])
         family = _family(case.model(instance.get("model_path")))
         mine = [row for row in mine if family in row["families"]] or mine
-        for name, observed, allowed in matrices.refusals(matrix, mine, instance):
+        for name, observed, allowed in matrices.refusals(matrix, mine, {**instance, "env": env_of(instance)}):
             if str(args_of(instance).get(name)).lower() == "auto":
                 continue  # the rule backend-auto tells it
             key = "args" if name in matrices.dashed(instance.get("args")) else "env"
+            written = name
+            if key == "env" and name not in (instance.get("env") or {}):
+                written = name.replace("SGLANG_", "SGL_", 1)  # which the engine writes over the other
             yield Hit(
                 label(instance, at),
-                f"{key}: {name}: {observed}",
+                f"{key}: {written}: {observed}",
                 " or ".join(allowed) if key == "env" or len(allowed) > 1 or allowed != (name,) else f"without {name}",
-                f"Remove {name} from {key} of it in {case.where}; the profile's own choice is taken then.",
+                f"Remove {written} from {key} of it in {case.where}; the profile's own choice is taken then.",
             )
 
 

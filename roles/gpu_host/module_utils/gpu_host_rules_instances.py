@@ -9,15 +9,24 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ansible.module_utils.gpu_host_rules import BLOCK, KEYS, MODES, Case, Hit, args_of, label, rule, shown, whole
+from ansible.module_utils.gpu_host_rules import (
+    BLOCK,
+    KEYS,
+    MODES,
+    SIZES,
+    Case,
+    Hit,
+    Map,
+    label,
+    rule,
+    shown,
+    spelled,
+    whole,
+)
 from ansible.module_utils.gpu_host_rules_inventory import unknown_key
 from ansible.module_utils.gpu_host_words import meant, near
 
-PARALLEL = {
-    "tp-size": ("tp-size", "tensor-parallel-size"),
-    "pp-size": ("pp-size", "pipeline-parallel-size"),
-    "dp-size": ("dp-size", "data-parallel-size"),
-}
+PARALLEL = {size: (size, SIZES[size]) for size in ("tp-size", "pp-size", "dp-size")}
 # A unit's instance name without escapes; no dot, since NAME.baseline is the baseline of NAME.
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}\Z")
 HOST_NAME = re.compile(
@@ -111,14 +120,16 @@ def mode_unknown(case: Case) -> Iterator[Hit]:
 def parallel_size(case: Case) -> Iterator[Hit]:
     """tp-size x pp-size (x dp-size) written under args is the number of GPUs."""
     for at, instance in enumerate(case.instances):
-        args, gpus = args_of(instance), instance.get("gpus")
+        args, gpus = spelled(case, instance), instance.get("gpus")
         given = {
-            size: args[name]
-            for size, names in PARALLEL.items()
-            for name in names
-            if name in args and not (size == "dp-size" and args.get("enable-dp-attention"))
+            size: args[SIZES[size]]
+            for size in PARALLEL
+            if SIZES[size] in args and not (size == "dp-size" and args.get("enable-dp-attention"))
         }
-        if not given or not isinstance(gpus, list) or not gpus:
+        if not isinstance(gpus, list) or not gpus:
+            continue
+        yield from _experts(case, at, instance, args, given.get("tp-size", 1 if given else len(gpus)))
+        if not given:
             continue
         told = " x ".join(f"{size} {value}" for size, value in given.items())
         if not all(whole(value) and value > 0 for value in given.values()) or math.prod(given.values()) != len(gpus):
@@ -128,6 +139,21 @@ def parallel_size(case: Case) -> Iterator[Hit]:
                 "sizes that multiply to the number of GPUs",
                 f"Make args and gpus of it agree in {case.where}.",
             )
+
+
+def _experts(case: Case, at: int, instance: Map, args: Map, tp: object) -> Iterator[Hit]:
+    """Groups of experts are cut from the tensor-parallel ranks: what does not divide them leaves a rank without a group."""
+    ep, copies = args.get(SIZES["ep-size"], 1), args.get("moe-data-parallel-size", 1)
+    own = args.get("moe-a2a-backend") in (None, "none")  # the others make it the number of ranks
+    if not own or not (whole(ep) and whole(copies) and whole(tp)) or (ep == 1 and copies == 1):
+        return
+    if ep < 1 or copies < 1 or tp % (ep * copies):
+        yield Hit(
+            label(instance, at),
+            f"ep-size {ep}" + (f" x moe-dp-size {copies}" if copies != 1 else "") + f" of tp-size {tp}",
+            "a number that divides tp-size (ep_size * moe_dp_size must be less than or equal to tp_size)",
+            f"Remove it from args of it in {case.where} or in gpu_units_defaults, or give it as many gpus and that tp-size.",
+        )
 
 
 @rule(

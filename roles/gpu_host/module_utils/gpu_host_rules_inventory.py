@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ansible.module_utils.gpu_host_rules import BLOCK, KEYS, PROFILES, WARN, Case, Hit, Map, rule, shown
-from ansible.module_utils.gpu_host_words import kind, meant, near
+from ansible.module_utils.gpu_host_rules import BLOCK, KEYS, PROFILES, WARN, Case, Hit, Map, flag, rule, shown
+from ansible.module_utils.gpu_host_words import SECRET_FLAGS, kind, meant, near
+from ansible.module_utils.gpu_units_owned import OWNED_FLAGS
 
 # gpu_units_render.HOME: units, links and the way back are written for this folder.
 ROOT = "/opt/sglang-fleet"
@@ -75,11 +76,18 @@ def defaults_malformed(case: Case) -> Iterator[Hit]:
 
 def unknown_key(case: Case, thing: str, key: str) -> Hit:
     """A key that no instance has, with the ones that look like it; a flag of the engine stands a level deeper."""
-    names, place = near(key, KEYS), f"in {case.where} or its group"
-    way = f"Remove {key} {place}; a flag of the engine is written as args: {{{key.replace('_', '-')}: ..}}."
-    if names:
+    name, place = flag(key), f"in {case.where} or its group"
+    names = [OWNED_FLAGS[name]] if name in OWNED_FLAGS else near(key, KEYS)
+    way = f"Remove {key} {place}; a flag of the engine is written as args: {{{name}: ..}}."
+    if ":" in key:  # YAML wants a space behind the colon
+        begin, _, value = key.partition(":")
+        names, value = near(begin, KEYS), ".." if flag(begin) in SECRET_FLAGS else value
+        way = f"Put a space behind the colon {place}: `{begin}: {value}`."
+    elif name in SECRET_FLAGS:
+        way = f"Remove {key} {place}; write the key alone into a file on this machine, and its path as api_key_file."
+    elif names:
         way = f"Write {names[0]} instead of {key} {place}."
-    return Hit(thing, f"key {key!r}", "only " + ", ".join(KEYS) + meant(names), way)
+    return Hit(thing, f"key {shown(key)}", "only " + ", ".join(KEYS) + meant(names), way)
 
 
 @rule(
@@ -100,6 +108,9 @@ def instances_malformed(case: Case) -> Iterator[Hit]:
         misspelt = [name for name, names in unread(case).items() if "gpu_units_instances" in names]
         if instances in (None, [], {}, ""):
             observed = f"no instance; {misspelt[0]} is set, which nothing reads" if misspelt else "no instance"
+        stray = _unread_files(case)[:1] if instances in (None, [], {}, "") and not misspelt else []
+        for file in stray:
+            observed, fix = f"no instance; {file['path']} is there and is not read: {file['why']}", file["fix"]
         if misspelt:
             fix = f"Rename {misspelt[0]} to gpu_units_instances in {case.where} or its group."
         yield Hit("gpu_units_instances", observed, "a list with at least one instance", fix)
@@ -108,9 +119,6 @@ def instances_malformed(case: Case) -> Iterator[Hit]:
         if not isinstance(instance, dict):
             yield Hit(
                 f"gpu_units_instances, entry {at + 1}",
-        stray = _unread_files(case)[:1] if instances in (None, [], {}, "") and not misspelt else []
-        for file in stray:
-            observed, fix = f"no instance; {file['path']} is there and is not read: {file['why']}", file["fix"]
                 f"{kind(instance)}: {shown(instance)}",
                 "a map",
                 f"Write it in {case.where} as: - {example}",
@@ -144,14 +152,6 @@ def variable_unknown(case: Case) -> Iterator[Hit]:
         )
 
 
-@rule(
-    "path-relative",
-    BLOCK,
-    "A relative path is taken from wherever the program that reads it happens to run.",
-    source="docs/operations.md",
-    needs_host=False,
-)
-def path_relative(case: Case) -> Iterator[Hit]:
 def _unread_files(case: Case) -> list[Map]:
     """Files of variables that nothing reads, as `fleet.varfiles.known` tells of them."""
     return list(case.wanted.get("unread_files") or [])
@@ -189,6 +189,14 @@ def key_twice(case: Case) -> Iterator[Hit]:
         )
 
 
+@rule(
+    "path-relative",
+    BLOCK,
+    "A relative path is taken from wherever the program that reads it happens to run.",
+    source="docs/operations.md",
+    needs_host=False,
+)
+def path_relative(case: Case) -> Iterator[Hit]:
     """Folders of the host are given from / or from a home (~) on."""
     for name, given in sorted((case.wanted.get("paths") or {}).items()):
         for path in given if isinstance(given, list) else [given]:

@@ -4,16 +4,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from ansible.module_utils.gpu_host_memory import Plan, plan
+from ansible.module_utils.gpu_host_memory_ways import Again, ways
 from ansible.module_utils.gpu_host_rules import BLOCK, WARN, Case, Hit, Map, args_of, gpus_of, label, rule
 from ansible.module_utils.gpu_host_rules_models import RESIZED_BY
 
 SYMMETRIC = ("enable-symm-mem", "enable-torch-symm-mem")
 
 
-def plans(case: Case) -> Iterator[tuple[int, Map, Plan]]:
-    """Instances on GPUs whose memory can be added up: (position, instance, plan)."""
+class Planned(NamedTuple):
+    """An instance whose memory can be added up. again: the plan of a changed one on so many times its GPUs."""
+
+    at: int
+    instance: Map
+    plan: Plan
+    again: Again
+    models: tuple[Map | None, Map | None]
+    cards: int  # times that the host could give it GPUs as large
+
+
+def plans(case: Case) -> Iterator[Planned]:
+    """Instances on GPUs whose memory can be added up."""
     for at, instance in enumerate(case.instances):
         target, draft = case.model(instance.get("model_path")), case.model(instance.get("draft_model_path"))
         sizes = [gpu.get("memory_total_mib") for gpu in gpus_of(case, instance)]
@@ -25,29 +38,29 @@ def plans(case: Case) -> Iterator[tuple[int, Map, Plan]]:
             or set(args_of(instance)) & set(RESIZED_BY)
         ):
             continue
-        found = plan(instance, target, draft, min(known), len(known))
-        if found:
-            yield at, instance, found
+
+        def again(
+            changed: Map, times: int, target: Map = target, draft: Map | None = draft, known: list[int] = known
+        ) -> Plan | None:
+            return plan(changed, target, draft, min(known), len(known) * times)
+
+        if found := again(instance, 1):
+            alike = [gpu for gpu in case.gpus if (gpu.get("memory_total_mib") or 0) >= min(known)]
+            drafting = instance.get("mode") != "baseline"
+            models = (target, draft if drafting else None)
+            yield Planned(at, instance, found, again, models, len(alike) // len(known))
 
 
 def _shown(found: Plan, why: str) -> str:
     return "\n        ".join([f"{why}; for each GPU:", *found.lines()])
 
 
-def _ways(case: Case, instance: Map, found: Plan) -> str:
+def _fix(case: Case, one: Planned) -> str:
     """What would fit, as lines for the inventory."""
-    ways = []
-    if (fraction := found.recommended()) is not None and fraction != found.fraction:
-        ways.append(f"args: {{mem-fraction-static: {fraction:g}, cuda-graph-max-bs: {found.graph or found.requests}}}")
-    if found.state and found.slots:
-        if instance.get("mode") == "ddtree" and 0 < (budget := found.largest_budget()) < found.slots - 1:
-            ways.append(f"budget: {budget}, the largest that fits {found.requests} running requests")
-        if 0 < (requests := found.most_requests()) < found.requests:
-            ways.append(f"args: {{max-running-requests: {requests}}}, the most that fit {found.slots} slots")
-    if found.tokens is not None and found.tokens > found.fitting > 0:
-        ways.append(f"args: {{context-length: {found.fitting}, max-total-tokens: {found.fitting}}}")
-    ways.append("more GPUs with tp-size, or a smaller model")
-    return f"Write one of these for it in {case.where}: {'; or '.join(ways)}."
+    told = ways(one.instance, one.plan, one.again, one.cards, one.models)
+    if not told:
+        return f"Name a smaller model as model_path for it in {case.where}: no size that it could be given fits."
+    return f"Write one of these for it in {case.where}: {'; or '.join(told)}; or a smaller model."
 
 
 @rule(
@@ -58,10 +71,10 @@ def _ways(case: Case, instance: Map, found: Plan) -> str:
 )
 def memory_sum(case: Case) -> Iterator[Hit]:
     """No instance whose sum is too large whatever the estimates are."""
-    for at, instance, found in plans(case):
+    for one in plans(case):
         # More weights than memory is said by model-too-large.
-        if (why := found.impossible()) and found.target + found.draft <= found.total:
-            yield Hit(label(instance, at), _shown(found, why), "a sum that fits", _ways(case, instance, found))
+        if (why := one.plan.impossible()) and one.plan.target + one.plan.draft <= one.plan.total:
+            yield Hit(label(one.instance, one.at), _shown(one.plan, why), "a sum that fits", _fix(case, one))
 
 
 @rule(
@@ -73,9 +86,9 @@ def memory_sum(case: Case) -> Iterator[Hit]:
 )
 def memory_short(case: Case) -> Iterator[Hit]:
     """The sum of every instance fits by estimate."""
-    for at, instance, found in plans(case):
-        if not found.impossible() and (why := found.short()):
-            yield Hit(label(instance, at), _shown(found, why), "a sum that fits", _ways(case, instance, found))
+    for one in plans(case):
+        if not one.plan.impossible() and (why := one.plan.short()):
+            yield Hit(label(one.instance, one.at), _shown(one.plan, why), "a sum that fits", _fix(case, one))
 
 
 @rule(

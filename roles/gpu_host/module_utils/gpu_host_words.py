@@ -49,8 +49,18 @@ def kind(value: Any) -> str:
 
 
 def near(word: str, known: Iterable[str], count: int = 3, least: float = 0.75) -> list[str]:
-    """Known names that look like a word, the most similar first."""
-    return difflib.get_close_matches(word, sorted(known), count, least)
+    """Known names that look like a word, the most similar first; one that alone has it between its dashes comes before them."""
+    names = [name for name in sorted(known) if not opposite(word, name)]
+    whole = [name for name in names if word and word in re.split("[-_]", name)]
+    return list(
+        dict.fromkeys([*(whole if len(whole) == 1 else []), *difflib.get_close_matches(word, names, count, least)])
+    )[:count]
+
+
+def opposite(word: str, name: str) -> bool:
+    """Whether a name says the contrary of a word: disable-x of enable-x."""
+    here, there = (flag.replace("_", "-").partition("-") for flag in (word.lower(), name.lower()))
+    return here[2] == there[2] and {here[0], there[0]} == {"enable", "disable"}
 
 
 def meant(names: Iterable[str]) -> str:

@@ -230,7 +230,9 @@ def narrowed(data: Data, engine: str, layers: Iterable[Any]) -> Data:
         for topic in data["topics"].values():
             for flag, value in _asked(topic, dashed(args)):
                 asked.setdefault(flag, set()).add(value)
-        variables |= set(map(str, env)) if isinstance(env, dict) else set()
+        names = set(map(str, env)) if isinstance(env, dict) else set()
+        # The engine writes what begins with SGL_ over the same name with SGLANG_.
+        variables |= names | {f"SGLANG_{name.removeprefix('SGL_')}" for name in names if name.startswith("SGL_")}
     topics = {
         name: topic
         for name, topic in data["topics"].items()
