@@ -115,9 +115,9 @@ def wanted(host: str, variables: Mapping[str, Any], given: Mapping[str, Any] | N
         "root": chosen["root"],
         "where": where,
         "reach": reach(host, variables),
+        "ssh": remote.client_options(variables),
         "user": variables.get("gpu_units_user") or "sglang",
         "groups": variables.get("gpu_units_groups") or [],
-        "ssh": remote.client_options(variables),
         **{key: chosen[key] for key in keys},
     }
     return asked, chosen

@@ -95,7 +95,7 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gpu_host_gather import gather
-from ansible.module_utils.gpu_host_judge import CheckFailed, instances_of, judge, lines, rows
+from ansible.module_utils.gpu_host_judge import instances_of, judge, lines, rows
 from ansible.module_utils.gpu_host_rules_files import model_paths
 
 
@@ -166,13 +166,10 @@ def main() -> None:
     facts = facts_for(wanted, module.params["root"], stand_in, module.params["pynvml"])
     try:
         verdict = judge(module.params["host"], {**wanted, "root": module.params["root"]}, facts)
-    except CheckFailed as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         if not stand_in:
             raise
-        module.fail_json(
-            msg=f"{module.params['host']}: gpu_host_facts_file has not the form of a recording, or the check is at fault (report "
-            f"it then): {error}"
-        )
+        module.fail_json(msg=f"{module.params['host']}: gpu_host_facts_file has not the form of a recording: {error!r}")
     python = next((one for one in facts["pythons"] if one["venv"]), None)
     result = {
         "changed": False,
