@@ -31,6 +31,8 @@ from fleet import causes, remote
 
 ROLE = Path(__file__).resolve().parent.parent / "roles" / "smoke"
 SOURCES = (
+    "gpu_units_damage",
+    "gpu_units_ended",
     "smoke_judge",
     "smoke_host",
     "smoke_recording",
@@ -57,6 +59,12 @@ def settings(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix("smoke_"): variables.get(name, value) for name, value in defaults.items()}
 
 
+def _source(name: str) -> str:
+    """The text of a file of the roles: modules are named after their role."""
+    (path,) = ROLE.parent.glob(f"*/module_utils/{name}.py")
+    return path.read_text(encoding="utf-8")
+
+
 def program(
     target: remote.Target,
     known: Mapping[str, Any],
@@ -65,7 +73,7 @@ def program(
     inventory: Sequence[str] = (),
 ) -> str:
     """The probe of one host, as the text of a program."""
-    sources = {name: (ROLE / "module_utils" / f"{name}.py").read_text(encoding="utf-8") for name in SOURCES}
+    sources = {name: _source(name) for name in SOURCES}
     site = " ".join(["ansible-playbook site.yml -l", target.name, *remote.given(inventory)])
     chosen = {**settings(target.variables), "host": target.name, "site": site, "mode": mode, "instance": instance}
     payload = {"hooks": known, "prompts": prompts(), "settings": chosen}

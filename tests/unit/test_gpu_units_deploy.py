@@ -13,6 +13,7 @@ import pytest
 from ansible.module_utils import gpu_units_deploy as d
 from ansible.module_utils import gpu_units_files as files
 from ansible.module_utils import gpu_units_render as r
+from ansible.module_utils import gpu_units_start as begin
 from ansible.module_utils import gpu_units_state as state
 from ansible.module_utils.gpu_units_host import HostError
 
@@ -112,6 +113,7 @@ def test_drift_beside_the_text_is_seen(lab, how):
 
 
 def test_check_mode_predicts_and_touches_nothing(lab):
+    lab.go(wanted("r3"))
     lab.go(wanted("r1"))
     before = {path: path.stat().st_mtime_ns for path in lab.root.rglob("*")}
     lab.systemd.log.clear()
@@ -273,6 +275,43 @@ def test_unfinished_release_is_refused_before_anything_stops(lab):
     lab.systemd.log.clear()
     refused(lab, wanted("r9"), one, "release r9 is not complete")
     assert lab.systemd.log == []
+
+
+@pytest.mark.parametrize(("word", "option"), [("masked", ""), ("masked-runtime", " --runtime")])
+def test_a_masked_unit_is_refused_before_anything_stops(lab, word, option):
+    one, two = wanted("r1", "a", "b"), wanted("r2", "a", "b")
+    lab.go(one)
+    lab.systemd.masked["sglang@b.service"] = word
+    for check in (True, False):
+        with pytest.raises(HostError, match=f"masked.*`systemctl unmask{option} sglang@b.service`"):
+            lab.swap(two, check=check)
+    assert lab.live() == one["id"]
+    assert lab.systemd.active == {i["unit"] for i in one["instances"]}
+    lab.systemd.masked.clear()
+    lab.go(two)
+    lab.systemd.masked["sglang@a.service"] = word
+    with pytest.raises(HostError, match="masked"):
+        lab.rollback()
+    assert lab.live() == two["id"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives files away, which root alone may")
+def test_a_cache_that_root_wrote_into_is_given_back_when_a_unit_starts(lab, tmp_path):
+    lab.go(wanted("r1"))
+    cache = lab.root / "opt/sglang-fleet/releases/r1/cache"
+    (cache / "triton").mkdir()
+    for path in (cache / "triton/kernel", tmp_path / "outside"):
+        path.write_text("x")
+    (cache / "link").symlink_to(tmp_path / "outside")
+    host = lab.host()
+    host.uid = host.gid = 4711
+    begin.start(host)
+    assert host.notes == []  # nothing starts, so nothing is looked at
+    lab.systemd.active.clear()
+    begin.start(host)
+    assert {path.lstat().st_uid for path in (cache, *cache.rglob("*"))} == {4711}
+    assert (tmp_path / "outside").stat().st_uid == 0
+    assert "3 files did not belong to the engine's user" in host.notes[0]
 
 
 @pytest.mark.parametrize("path", ["/m/config.json", "/d/config.json"])

@@ -123,28 +123,6 @@ def test_a_real_child_is_a_stray_after_its_parent(tmp_path):
         child.communicate()
 
 
-# --- journal --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        (
-            ["[2026-12-01 00:00:00] server_args=ServerArgs(x='Error: y')", "Traceback (most recent call last):",
-             '  File "x.py", line 3, in f', "    raise ValueError('no')", "ValueError: no", "RuntimeError: later"],
-            "ValueError: no",
-        ),
-        (["[2026-12-01 00:00:00 TP0] torch.OutOfMemoryError: CUDA ran out"], "torch.OutOfMemoryError: CUDA ran out"),
-        (["double: RuntimeError: CUDA error: no kernel image"], "RuntimeError: CUDA error: no kernel image"),
-        (["x.so: undefined symbol: _ZN3c10"], "x.so: undefined symbol: _ZN3c10"),
-        (["Loading weights", "sglang-fleet: not ready: it hangs: for 61 s"], "sglang-fleet: not ready: it hangs: for 61 s"),
-        (["error_count=0", "Started.", "sglang@a.service: Main process exited, code=killed, status=9/KILL"], None),
-    ],
-)  # fmt: skip
-def test_the_first_error_of_a_journal(lines, expected):
-    assert h.first_error(lines) == expected
-
-
 # --- GPUs -----------------------------------------------------------------------------------------
 
 
@@ -354,4 +332,5 @@ def test_role_defaults_and_specification_agree(repo):
     assert {name: option["default"] for name, option in specs["main"]["options"].items()} == defaults
     for entry in ("swap", "switch", "start", "rollback"):
         for name, option in specs[entry]["options"].items():
-            assert name in ("gpu_units_discard", "gpu_units_switch") or option == specs["main"]["options"][name]
+            alone = ("gpu_units_discard", "gpu_units_switch", "gpu_units_to_nothing")
+            assert name in alone or option == specs["main"]["options"][name]

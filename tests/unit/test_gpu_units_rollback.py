@@ -17,8 +17,12 @@ def test_failed_start_names_unit_result_and_journal(lab):
     with pytest.raises(HostError) as caught:
         lab.start()
     text = str(caught.value)
-    assert "sglang@b.service did not start (result exit-code, main process code 1 status 1): Job failed." in text
+    assert "sglang@b.service did not start (result exit-code, its process ended with status 1): Job failed." in text
+    assert "\nfirst error: RuntimeError: no such kernel\n" in text
     assert "  RuntimeError: no such kernel" in text
+    # The host goes back after this, so nothing that may serve again by then is restarted by the fix.
+    assert "put its first error right, then `ansible-playbook site.yml`\n" in text
+    assert "restart" not in text
     assert "sglang@a.service" not in text
     assert lab.systemd.log[-1] == "stop sglang@b.service"
 
@@ -45,7 +49,14 @@ def test_rollback_goes_back_and_forth(lab):
 def test_rollback_of_the_first_deployment_leaves_nothing(lab):
     one = wanted("r1")
     lab.go(one)
-    result = lab.rollback()
+    for check in (True, False):
+        with pytest.raises(
+            HostError, match=r"nothing was deployed before .*`.* --tags rollback -e rollback_to_nothing=true`"
+        ):
+            lab.rollback(check=check)
+    lab.agrees(one, previous=None)
+    assert lab.systemd.active == {"sglang@a.service"}
+    result = lab.rollback(to_nothing=True)
     assert result["deployment"] is None
     assert "nothing was deployed before" in result["notes"][0]
     lab.agrees(None, previous=one)

@@ -59,6 +59,10 @@ def verdict(host: FakeHost, **settings: Any) -> dict[str, Any]:
     return dict(run.probe(host, HOOKS, PROMPTS, {**SETTINGS, **settings}))
 
 
+def unit_active(result: dict[str, Any]) -> dict[str, Any]:
+    return next(c for c in result["checks"] if c["id"] == "unit.active")
+
+
 def failed(result: dict[str, Any]) -> list[str]:
     return [c["id"] for c in result["checks"] if not c["ok"]]
 
@@ -175,8 +179,34 @@ class TestDdtree:
         host.states["sglang@gpu0.service"] = dead
         result = verdict(host)
         assert failed(result) == ["unit.active"]
-        dead_unit = next(c for c in result["checks"] if not c["ok"])
-        assert "CUDA out of memory" in dead_unit["observed"]
+        dead_unit = unit_active(result)
+        assert dead_unit["observed"] == (
+            "failed (failed, result exit-code); first error: RuntimeError: CUDA out of memory; last lines: RuntimeError: CUDA "
+            "out of memory | Main process exited, code=exited, status=1/FAILURE"
+        )
+        assert dead_unit["fix"] == (
+            "on the host: read `journalctl -u sglang@gpu0.service -e`, put its first error right, then "
+            "`systemctl reset-failed sglang@gpu0.service && systemctl restart sglang@gpu0.service`"
+        )
+
+    def test_the_end_of_a_loop_is_told_with_its_restarts(self, host: FakeHost) -> None:
+        dead = {"ActiveState": "failed", "SubState": "failed", "Result": "exit-code", "ExecMainCode": "2"}
+        dead |= {"ExecMainStatus": "9", "NRestarts": "4", "StartLimitBurst": "4"}
+        host.states["sglang@gpu0.service"] = dead
+        told = "failed (failed, result exit-code), not started again after 3 restarts; its process was killed by SIGKILL; first"
+        assert unit_active(verdict(host))["observed"].startswith(told)
+
+    @pytest.mark.parametrize("sub", ["start-post", "auto-restart"])
+    def test_a_unit_that_is_starting_is_waited_for(self, host: FakeHost, sub: str) -> None:
+        host.states["sglang@gpu0.service"] = {"ActiveState": "activating", "SubState": sub, "NRestarts": "1"}
+        check = unit_active(verdict(host))
+        assert check["observed"].startswith(f"activating ({sub}, result success); it is starting; ")
+        assert "`systemctl start sglang@gpu0.service` returns when it serves or has failed" in check["fix"]
+
+    def test_a_unit_without_a_file_is_deployed_by_the_sites_command(self, host: FakeHost) -> None:
+        gone = {"ActiveState": "inactive", "SubState": "dead", "LoadState": "not-found"}
+        host.states["sglang@gpu0.service"] = gone
+        assert unit_active(verdict(host, site="SITE"))["fix"] == "`SITE --tags activate`"
 
     def test_an_engine_that_does_not_answer_fails(self, host: FakeHost) -> None:
         host.deploy([{**host.instance, "url": "http://127.0.0.1:9"}])
@@ -376,8 +406,10 @@ def test_a_baseline_that_does_not_start_is_told_with_its_last_words(tree: Path) 
     baseline = host.instance["baseline_unit"]
     host.fail["start", baseline] = "Job failed."
     ((ident, entry),) = plan(host, [host.instance]).items()
-    with pytest.raises(sh.SmokeError, match=r"(?s)did not start: Job failed.*exit-code.*CUDA out of memory"):
+    with pytest.raises(sh.SmokeError, match=r"(?s)did not start: Job failed.*exit-code.*CUDA out of memory") as caught:
         recordings.record_unit(host, ident, entry, PROMPTS[:16], SETTINGS)
+    assert "first error: RuntimeError: CUDA out of memory\nfix: on the host: read " in str(caught.value)
+    assert "put its first error right, then `{site}`" in str(caught.value)
     assert host.calls[-1] == ("start", host.instance["unit"]), "the instance that was stopped runs again"
     assert recordings.load(host, ident) is None
 

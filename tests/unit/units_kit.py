@@ -31,6 +31,7 @@ class Systemd:
         self.dies: set[str] = set()
         self.log: list[str] = []
         self.pids: dict[str, int] = {}
+        self.masked: dict[str, str] = {}
 
     def reload(self) -> None:
         self.log.append("reload")
@@ -45,7 +46,7 @@ class Systemd:
         return {
             unit: {
                 "ActiveState": "active" if unit in self.active else "inactive",
-                "UnitFileState": "enabled" if unit in self.enabled else "disabled",
+                "UnitFileState": self.masked.get(unit, "enabled" if unit in self.enabled else "disabled"),
                 "ControlGroup": f"/system.slice/{unit}" if unit in self.active else "",
                 "MainPID": str(self.pids.get(unit, 0)) if unit in self.active else "0",
                 "InvocationID": "1" * 32,

@@ -88,6 +88,14 @@ options:
     description: Units that C(start) will find after a swap that check mode only predicted.
     type: list
     elements: str
+  site:
+    description: The command that deploys this host, for messages.
+    type: str
+    default: ansible-playbook site.yml
+  to_nothing:
+    description: C(rollback) of a host on which nothing was deployed before may stop what is live and leave no deployment.
+    type: bool
+    default: false
   user:
     description: The system user that runs the engines.
     type: str
@@ -251,6 +259,7 @@ def host_of(params: dict[str, Any]) -> Host:
         free_timeout_s=params["free_timeout"],
         lock_timeout_s=params["lock_timeout"],
         journal_lines=params["journal_lines"],
+        site=params["site"],
     )
 
 
@@ -279,7 +288,7 @@ def act(params: dict[str, Any], host: Host, check: bool) -> dict[str, Any]:
         return {**swap(host, wanted, params["api_keys"], check), "deployment": public(wanted)}
     if params["action"] == "start":
         return {**start(host, check, params["expected"]), "deployment": public(load(host, "current"))}
-    result = rollback(host, params["discard"], check)
+    result = rollback(host, params["discard"], check, params["to_nothing"])
     return {**result, "deployment": public(result["deployment"])}
 
 
@@ -303,6 +312,8 @@ def main() -> None:
             "api_keys": {"type": "dict", "default": {}, "no_log": True},
             "discard": {"type": "str"},
             "expected": {"type": "list", "elements": "str"},
+            "site": {"type": "str", "default": "ansible-playbook site.yml"},
+            "to_nothing": {"type": "bool", "default": False},
             "user": {"type": "str", "default": "sglang"},
             "groups": {"type": "list", "elements": "str", "default": []},
             "start_timeout": {"type": "int", "default": 900},

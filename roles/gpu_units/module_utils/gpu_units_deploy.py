@@ -7,17 +7,18 @@ import os
 from pathlib import Path
 
 from ansible.module_utils import gpu_units_files as files
+from ansible.module_utils.gpu_units_ended import masked
 from ansible.module_utils.gpu_units_host import HostError
+from ansible.module_utils.gpu_units_instances import Data
 from ansible.module_utils.gpu_units_render import (
     HOME,
     KEYS,
-    Data,
     changed_instances,
     common_files,
     files_of,
     switched,
 )
-from ansible.module_utils.gpu_units_start import start, start_units
+from ansible.module_utils.gpu_units_start import own_cache, start, start_units
 from ansible.module_utils.gpu_units_state import Host, folders, load, name_of, recover, save, transition, units_of
 from ansible.module_utils.gpu_units_stop import guarded
 
@@ -73,7 +74,10 @@ def _ready_release(host: Host, deployment: Data) -> None:
     folder = host.at(f"{HOME}/releases/{deployment['release']}")
     if not deployment["release"] or not (folder / "manifest.json").is_file():
         release = deployment["release"]
-        raise HostError(f"release {release} is not complete here ({folder}/manifest.json is missing); run site.yml")
+        raise HostError(
+            f"release {release} is not complete here ({folder}/manifest.json is missing); build it again: `rm -rf {folder}` on "
+            f"this host, then `{host.site}`"
+        )
     cache = folder / "cache"
     if not cache.is_dir():
         cache.mkdir(mode=0o750)
@@ -82,8 +86,17 @@ def _ready_release(host: Host, deployment: Data) -> None:
             f"{cache} is mounted noexec or read-only, so kernels that engines compile there can't be written and loaded; "
             f"mount it with rw,exec: mount -o remount,rw,exec $(findmnt -no TARGET -T {cache})"
         )
-    if host.uid is not None and (cache.stat().st_uid, cache.stat().st_gid) != (host.uid, host.gid):
-        os.chown(cache, host.uid, host.gid or 0)
+    own_cache(host, deployment)
+
+
+def _startable(host: Host, deployment: Data) -> None:
+    """Nobody has forbidden the units to start."""
+    for unit, state in host.systemd.show(units_of(deployment)).items():
+        if (word := masked(state)) is not None:
+            raise HostError(
+                f"{unit} is masked, so it can't be started; `systemctl unmask{word} {unit}` on this host, or take the instance "
+                f"out of the inventory, then `{host.site}`"
+            )
 
 
 def _readable(host: Host, deployment: Data) -> None:
@@ -115,6 +128,7 @@ def swap(host: Host, wanted: Data, keys: dict[str, str], check: bool = False) ->
         recover(host)
     current = load(host, "current")
     stale, what = _stale(host, current, wanted, keys)
+    _startable(host, wanted)
     same = current is not None and current["id"] == wanted["id"]
     result: Data = {"changed": bool(what) or not same, "what": what, "diff": _diff(host, current, wanted, keys)}
     if same and current and current.get("switched") and "switched" not in wanted and not check:
@@ -183,12 +197,13 @@ def _forget_keys(host: Host) -> None:
             files.remove(path)
 
 
-def rollback(host: Host, discard: str | None = None, check: bool = False) -> Data:
+def rollback(host: Host, discard: str | None = None, check: bool = False, to_nothing: bool = False) -> Data:
     """Back to the previous deployment, and start it.
 
     Without `discard` current and previous change places, so a second call goes forward again; a temporary switch before the
     present deployment is passed over. With the id of a deployment that
     failed, that one is put aside as failed.json and can't come back; is another one live, only what should run is started.
+    Where nothing was before, an operator's own rollback needs `to_nothing`: it takes down all that serves.
     Result: {changed, rolled_back, deployment (or None), failed, started, diff, notes}.
     """
     if not check:
@@ -205,6 +220,12 @@ def rollback(host: Host, discard: str | None = None, check: bool = False) -> Dat
         raise HostError(
             "nothing is deployed here and nothing was before, so there is nothing to go back to; run site.yml"
         )
+    if discard is None and previous is None and not to_nothing:
+        raise HostError(
+            f"nothing was deployed before {name_of(current)}, so there is nothing to go back to and nothing was changed. "
+            f"To stop {', '.join(units_of(current))} and leave this host without a deployment: "
+            f"`{host.site} --tags rollback -e rollback_to_nothing=true`"
+        )
     if discard is None and previous and previous.get("switched") and older:
         previous, older = older, previous  # a switch was temporary: the way back leads past it
     result: Data = {
@@ -217,6 +238,8 @@ def rollback(host: Host, discard: str | None = None, check: bool = False) -> Dat
         host.notes.append(
             f"nothing was deployed before {name_of(current)}; its units are stopped and no deployment is live"
         )
+    if previous is not None:
+        _startable(host, previous)
     if check:
         return {**result, "started": units_of(previous), "notes": host.notes}
     if previous is not None:

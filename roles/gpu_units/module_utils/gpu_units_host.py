@@ -18,7 +18,7 @@ from typing import Any
 
 SHOW = (
     "Id,LoadState,ActiveState,SubState,Result,ExecMainCode,ExecMainStatus,InvocationID,NRestarts,ControlGroup,"
-    "ExecMainExitTimestampMonotonic,UnitFileState,MainPID"
+    "ExecMainExitTimestampMonotonic,UnitFileState,MainPID,ExecMainPID,StartLimitBurst,User,MemoryMax,FragmentPath,DropInPaths"
 )
 
 
@@ -206,22 +206,6 @@ def openers(uuids: set[str], proc: Path = PROC) -> list[int]:
             except OSError:  # closed meanwhile
                 continue
     return sorted(found)
-
-
-ERROR = re.compile(
-    r"^(?!\s)(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b|\bCUDA error\b|[Oo]ut of memory|^terminate called|^Fatal|"
-    r"undefined symbol|cannot open shared object|^sglang-fleet: not ready|\b(?:error|fatal):|oom-kill"
-)
-STAMP = re.compile(r"^\[[^\]]*\]\s*|^\w+: (?=\w*Error\b)")
-
-
-def first_error(lines: list[str]) -> str | None:
-    """The first line of a journal that says what went wrong; None if none looks like it."""
-    for line in lines:
-        bare = STAMP.sub("", line.rstrip())
-        if ERROR.search(bare) and "server_args=" not in bare:
-            return bare.strip()[:300]
-    return None
 
 
 class Gpus:

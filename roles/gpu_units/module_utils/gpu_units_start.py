@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 
-from ansible.module_utils.gpu_units_host import HostError, first_error
-from ansible.module_utils.gpu_units_render import Data
+from ansible.module_utils import gpu_units_ended as ended
+from ansible.module_utils.gpu_units_host import HostError
+from ansible.module_utils.gpu_units_instances import Data
+from ansible.module_utils.gpu_units_render import HOME
 from ansible.module_utils.gpu_units_state import Host, load, recover, units_of
 
 LOOK_BACK = 200  # lines in which the first error is looked for
@@ -16,21 +19,42 @@ LOOK_BACK = 200  # lines in which the first error is looked for
 def _failure(host: Host, unit: str, state: dict[str, str], complaint: str) -> str:
     """Everything a person needs to know about a start that failed."""
     lines = host.systemd.journal(state.get("InvocationID", ""), max(LOOK_BACK, host.journal_lines))
-    ended = int(state.get("ExecMainExitTimestampMonotonic") or 0) / 1e6
-    ago = f", {time.monotonic() - ended:.1f} s after its process ended" if ended else ""
-    head = (
-        f"{unit} did not start (result {state.get('Result', 'unknown')}, main process code {state.get('ExecMainCode')} "
-        f"status {state.get('ExecMainStatus')}{ago}): {complaint or 'no word from systemd'}"
-    )
-    first = [f"first error: {error}"] if (error := first_error(lines)) else []
+    died = int(state.get("ExecMainExitTimestampMonotonic") or 0) / 1e6
+    how = ended.ending(state)
+    words = [f"result {state.get('Result', 'unknown')}", *([how] if how else [])]
+    words += [f"{time.monotonic() - died:.1f} s after its process ended"] if died else []
+    # It is stopped for good after this, whatever it is in now.
+    cause = ended.why(unit, {**state, "ActiveState": "failed"}, lines, host.site, host.site, host.root)
+    parts = {"first error": ended.first_error(lines), "found": cause.observed, "fix": cause.fix}
     return "\n".join(
         [
-            head,
-            *first,
+            f"{unit} did not start ({', '.join(words)}): {complaint or 'no word from systemd'}",
+            *(f"{name}: {text}" for name, text in parts.items() if text),
             "last lines of its journal:",
             *(f"  {line}" for line in lines[-host.journal_lines :] or ["(none)"]),
         ]
     )
+
+
+def own_cache(host: Host, deployment: Data) -> None:
+    """Everything in the cache of a release belongs to the engine's user, whoever ran something in it by hand."""
+    cache = host.at(f"{HOME}/releases/{deployment['release']}/cache")
+    if host.uid is None or not cache.is_dir():
+        return
+    gid, given = host.gid or 0, 0
+    if (cache.stat().st_uid, cache.stat().st_gid) != (host.uid, gid):
+        os.chown(cache, host.uid, gid)
+    # By descriptors and never through a link: the folder's owner may change it meanwhile.
+    for _, folders, names, handle in os.fwalk(cache):
+        for name in (*names, *folders):
+            try:
+                if os.stat(name, dir_fd=handle, follow_symlinks=False).st_uid != host.uid:
+                    os.chown(name, host.uid, gid, dir_fd=handle, follow_symlinks=False)
+                    given += 1
+            except FileNotFoundError:  # another instance of the release is at work
+                continue
+    if given:
+        host.notes.append(f"{cache}: {given} files did not belong to the engine's user and were given to it")
 
 
 def start_units(host: Host, units: list[str]) -> tuple[list[str], list[str]]:
@@ -70,6 +94,8 @@ def start(host: Host, check: bool = False, expected: list[str] | None = None) ->
         idle = [unit for unit in units if states[unit].get("ActiveState") != "active"]
         return {"changed": bool(idle), "started": idle, "seconds": 0.0, "notes": host.notes}
     begin = time.monotonic()
+    if current and any(state.get("ActiveState") != "active" for state in host.systemd.show(units).values()):
+        own_cache(host, current)
     started, failures = start_units(host, units)
     if failures:
         raise HostError("\n".join(failures))

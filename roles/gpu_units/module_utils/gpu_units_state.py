@@ -23,7 +23,8 @@ from typing import Protocol
 
 from ansible.module_utils import gpu_units_files as files
 from ansible.module_utils.gpu_units_host import HostError, describe, pids_of, strays
-from ansible.module_utils.gpu_units_render import ETC, HOME, KEYS, LIBEXEC, UNIT, Data
+from ansible.module_utils.gpu_units_instances import Data
+from ansible.module_utils.gpu_units_render import ETC, HOME, KEYS, LIBEXEC, UNIT
 
 STATE = "var/lib/sglang-fleet"
 STOPPED = ("inactive", "failed")
@@ -58,6 +59,7 @@ class Host:
     free_timeout_s: float = 30.0
     lock_timeout_s: float = 30.0
     journal_lines: int = 40
+    site: str = "ansible-playbook site.yml"
     notes: list[str] = field(default_factory=list)
 
     def at(self, path: str) -> Path:

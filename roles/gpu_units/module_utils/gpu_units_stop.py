@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ansible.module_utils.gpu_units_host import HostError, describe, until
-from ansible.module_utils.gpu_units_render import Data
+from ansible.module_utils.gpu_units_instances import Data
 from ansible.module_utils.gpu_units_start import start_units
 from ansible.module_utils.gpu_units_state import STOPPED, Host, load, recover, units_of
 

@@ -17,16 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
-UNIT_PROPERTIES = (
-    "ActiveState",
-    "SubState",
-    "InvocationID",
-    "NRestarts",
-    "Result",
-    "MainPID",
-    "ControlGroup",
-    "LoadState",
-)
+from ansible.module_utils import gpu_units_ended as ended
+
+UNIT_PROPERTIES = (*ended.PROPERTIES, "InvocationID", "MainPID", "ControlGroup")
 # systemd's own message for "unit is being started" (sd-messages.h, SD_MESSAGE_UNIT_STARTING).
 UNIT_STARTING = "7d4958e842da4a758f6c1cdc7b36dcc5"
 # One hierarchy, or systemd's own beside the old ones.
@@ -103,6 +96,10 @@ class Host:
         if done.returncode == 0:
             return None
         return done.stderr.strip() or f"systemctl {verb} {unit} ended with {done.returncode}"
+
+    def why(self, unit: str, state: Mapping[str, str], lines: Sequence[str], then: str | None = None) -> ended.Cause:
+        """Why a unit does not serve, and what mends it; `{site}` stands for the command that deploys the host."""
+        return ended.why(unit, state, lines, "{site}", then)
 
     def journal(self, invocation: str) -> Iterator[str]:
         """Messages of all processes of one invocation of a unit, oldest first."""

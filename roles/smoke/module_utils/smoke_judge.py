@@ -18,6 +18,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ansible.module_utils import gpu_units_ended as ended
+
 Check = dict[str, Any]
 WAYS = ("batch", "alone")
 
@@ -61,19 +63,12 @@ def near_tie_gap(dtype: str, gaps: Mapping[str, float] | None = None) -> float:
 
 # --- last words --------------------------------------------------------------------------------------------------
 
-ERROR = re.compile(
-    r"^(?!\s)(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)\b|\bCUDA error\b|[Oo]ut of memory|^terminate called|^Fatal|"
-    r"undefined symbol|cannot open shared object|^sglang-fleet: not ready|\b(?:error|fatal):|oom-kill"
-)
-STAMP = re.compile(r"^\[[^\]]*\]\s*|^\w+: (?=\w*Error\b)")
-
 
 def last_words(lines: Sequence[str], count: int = 3, width: int = 200) -> str:
     """What an engine that ended said: the first line that tells an error, and the last ones."""
-    bare = [STAMP.sub("", line.rstrip()) for line in lines if line.strip()]
-    first = next((line for line in bare if ERROR.search(line) and "server_args=" not in line), None)
-    last = " | ".join(line.strip()[:width] for line in bare[-count:]) or "none"
-    return (f"first error: {first.strip()[:width]}; " if first else "") + f"last lines: {last}"
+    first = ended.first_error(lines, width)
+    last = " | ".join(ended.bare(line).strip()[:width] for line in lines[-count:] if line.strip()) or "none"
+    return (f"first error: {first}; " if first else "") + f"last lines: {last}"
 
 
 # --- journal -----------------------------------------------------------------------------------------------------

@@ -16,9 +16,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils import gpu_units_ended as ended
 from ansible.module_utils import smoke_host as sh
 from ansible.module_utils import smoke_judge as judge
 
+LOOK_BACK = 200  # lines in which the first error of an engine that ended is looked for
 LIKELIEST = 5  # log-probabilities kept per position: enough to rate any token that may come in a near tie
 MODEL_FILES = re.compile(r"\.(safetensors|bin|json|model|txt|jinja|gguf)$")
 # Arguments that say where an instance listens, what it logs or how it speculates; they change no baseline token.
@@ -234,5 +236,11 @@ def _stop(host: sh.Host, unit: str, timeout: float) -> None:
 
 def _last_words(host: sh.Host, unit: str, settings: Mapping[str, Any]) -> str:
     state = host.unit(unit)
-    lines = host.journal_tail(unit, state.get("InvocationID", ""), int(settings["journal_lines"]))
-    return f"result {state.get('Result')}; last lines of its journal:\n" + "\n".join(f"  {line}" for line in lines)
+    shown = int(settings["journal_lines"])
+    lines = host.journal_tail(unit, state.get("InvocationID", ""), max(LOOK_BACK, shown))
+    cause = host.why(unit, {**state, "ActiveState": "failed"}, lines, "{site}")
+    parts = {"first error": ended.first_error(lines), "found": cause.observed, "fix": cause.fix}
+    told = "".join(f"{name}: {text}\n" for name, text in parts.items() if text)
+    return f"{told}result {state.get('Result')}; last lines of its journal:\n" + "\n".join(
+        f"  {line}" for line in lines[-shown:]
+    )

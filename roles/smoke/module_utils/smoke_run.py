@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
+from ansible.module_utils import gpu_units_ended as ended
 from ansible.module_utils import smoke_backends as backends
 from ansible.module_utils import smoke_files as files
 from ansible.module_utils import smoke_host as sh
@@ -23,7 +24,6 @@ from ansible.module_utils import smoke_judge as judge
 from ansible.module_utils import smoke_recording as recordings
 
 MARK = "SMOKE-VERDICT "
-LOOK_BACK = 200  # lines in which the first error of an engine that ended is looked for
 PAUSE = 0.2  # seconds between two looks at the journal while a hook is awaited
 
 
@@ -240,20 +240,22 @@ def _judge_recorded(recording: Mapping[str, Any] | None, ident: str, name: str) 
 def _judge_active(
     host: sh.Host, instance: Mapping[str, Any], state: Mapping[str, str], active: bool, settings: Mapping[str, Any]
 ) -> judge.Check:
+    unit, fix = str(instance["unit"]), ""
     observed = f"{state['ActiveState']} ({state['SubState']}, result {state['Result']})"
     if not active:
-        if state["ActiveState"] == "failed" and int(state["NRestarts"] or 0):
-            observed += f", not started again after {state['NRestarts']} restarts"
-        lines = max(LOOK_BACK, int(settings["journal_lines"]))
-        tail = host.journal_tail(str(instance["unit"]), state["InvocationID"], lines)
-        observed += f"; {judge.last_words(tail)}"
+        if state["ActiveState"] == "failed" and (count := ended.restarts(state)):
+            observed += f", not started again after {count} restarts"
+        tail = host.journal_tail(unit, state["InvocationID"], max(recordings.LOOK_BACK, int(settings["journal_lines"])))
+        cause = host.why(unit, state, tail)
+        told = [ended.ending(state) if state["ActiveState"] == "failed" else "", cause.observed, judge.last_words(tail)]
+        observed, fix = "; ".join([observed, *filter(None, told)]), cause.fix
     return judge.check(
         "unit.active",
         active,
         observed,
-        f"{instance['unit']} active",
+        f"{unit} active",
         "an engine that does not run proves nothing",
-        "read `journalctl -u {unit} -e` on the host, put its last error right, then `systemctl restart {unit}` there",
+        fix,
         str(instance["name"]),
     )
 
