@@ -14,9 +14,10 @@ from typing import Any
 
 import yaml
 from ansible.module_utils.gpu_host_rules import flag
-from ansible.module_utils.gpu_host_words import near
+from ansible.module_utils.gpu_host_words import near, opposite
 
 from fleet import varfiles
+from fleet.envs import unknown
 
 REPO = Path(__file__).resolve().parent.parent
 # Safe and quick: read for every host of a run.
@@ -31,12 +32,14 @@ def _load(path: Path) -> Any:
 
 
 def known(engine: Any, instances: Any, defaults: Any, variables: Mapping[str, Any]) -> dict[str, Any]:
-    """What the rules hold an inventory against: `flags`, `unread`, `paths`, folders as they are written, and `varfiles.known`.
+    """What the rules hold an inventory against: `flags`, `envs`, `unread`, `paths`, folders as they are written, and what
+    `varfiles.known` tells of files.
 
     variables: all of a host's, not templated. A folder that is a template stands for a default and is not judged.
     """
     paths = {name: variables[name] for name in folders() if name in variables and "{{" not in str(variables[name])}
-    own = {"flags": flags(engine, instances, defaults), "unread": unread(variables), "paths": paths}
+    envs = unknown(engine, instances, defaults)
+    own = {"flags": flags(engine, instances, defaults), "envs": envs, "unread": unread(variables), "paths": paths}
     return {**own, **varfiles.known(variables)}
 
 
@@ -68,7 +71,10 @@ def entry(name: str, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
     begun = [full for full in known if name and full.startswith(name)]
     if len(begun) == 1 and known[begun[0]]["type"] not in ("switch", "command-line"):
         return {**known[begun[0]], "short": True}
-    return {"near": begun if len(begun) == 1 else near(name, known) or sorted(begun)[:3]}
+    contrary = [full for full in known if opposite(name, full)]
+    return {"near": begun if len(begun) == 1 else near(name, known) or sorted(begun)[:3]} | (
+        {"near": [], "opposite": contrary[0]} if contrary else {}
+    )
 
 
 # --- variables ---------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from ansible.module_utils import gpu_host_judge as judge
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.module_utils.gpu_host_rules import BLOCK, INFO, WARN
 from ansible.module_utils.gpu_host_rules_files import model_paths
+from ansible.module_utils.gpu_host_rules_given import file_paths
 from ansible.module_utils.gpu_host_words import kind, shown
 
 from fleet import backends, causes, declared, faults, keyfiles, recording, remote
@@ -179,6 +180,7 @@ def program(asked: Map) -> str:
         "pynvml": pynvml(),
         "user": str(asked["user"]),
         "groups": [str(group) for group in asked["groups"]] if isinstance(asked["groups"], list) else [],
+        "files": file_paths(instances),
     }
     return remote.module_program({**sources("gpu_host_gather"), "gpu_host_door": DOOR}, "gpu_host_door", payload)
 

@@ -95,8 +95,9 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.gpu_host_gather import gather
-from ansible.module_utils.gpu_host_judge import instances_of, judge, lines, rows
+from ansible.module_utils.gpu_host_judge import CheckFailed, instances_of, judge, lines, rows
 from ansible.module_utils.gpu_host_rules_files import model_paths
+from ansible.module_utils.gpu_host_rules_given import file_paths
 
 
 def texts(values: Iterable[Any]) -> list[str]:
@@ -115,6 +116,7 @@ def facts_for(wanted: dict[str, Any], root: str, stand_in: dict[str, Any] | None
         pynvml,
         str(wanted.get("user") or "sglang"),
         texts(wanted["groups"]) if isinstance(wanted.get("groups"), list) else [],
+        file_paths(instances),
     )
     return {**facts, **(stand_in or {})}
 
@@ -166,10 +168,13 @@ def main() -> None:
     facts = facts_for(wanted, module.params["root"], stand_in, module.params["pynvml"])
     try:
         verdict = judge(module.params["host"], {**wanted, "root": module.params["root"]}, facts)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except CheckFailed as error:
         if not stand_in:
             raise
-        module.fail_json(msg=f"{module.params['host']}: gpu_host_facts_file has not the form of a recording: {error!r}")
+        module.fail_json(
+            msg=f"{module.params['host']}: gpu_host_facts_file has not the form of a recording, or the check is at fault (report "
+            f"it then): {error}"
+        )
     python = next((one for one in facts["pythons"] if one["venv"]), None)
     result = {
         "changed": False,

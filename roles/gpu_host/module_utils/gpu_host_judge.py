@@ -15,6 +15,7 @@ from ansible.module_utils import (
     gpu_host_rules_driver,
     gpu_host_rules_files,
     gpu_host_rules_flags,
+    gpu_host_rules_given,
     gpu_host_rules_gpus,
     gpu_host_rules_health,
     gpu_host_rules_holders,
@@ -26,8 +27,10 @@ from ansible.module_utils import (
     gpu_host_rules_named,
     gpu_host_rules_network,
     gpu_host_rules_notes,
+    gpu_host_rules_numbers,
     gpu_host_rules_ports,
     gpu_host_rules_python,
+    gpu_host_rules_ranks,
     gpu_host_rules_room,
     gpu_host_rules_speculation,
     gpu_host_rules_system,
@@ -36,18 +39,19 @@ from ansible.module_utils import (
     gpu_host_rules_weights,
     gpu_host_rules_xids,
 )
+from ansible.module_utils.gpu_host_grouped import grouped
 from ansible.module_utils.gpu_host_rules import BLOCK, CAPABILITIES, INFO, PROFILES, RULES, WARN, Case, Map, merge
 
-from ansible.module_utils.gpu_host_grouped import grouped
 # The order of the report, within one severity: a cause comes before what it brings about.
 SUBJECTS = (
     gpu_host_rules_control,
     gpu_host_rules_inventory,
     gpu_host_rules_instances,
+    gpu_host_rules_named,
     gpu_host_rules_ports,
     gpu_host_rules_flags,
-    gpu_host_rules_named,
     gpu_host_rules_args,
+    gpu_host_rules_numbers,
     gpu_host_rules_speculation,
     gpu_host_rules_driver,
     gpu_host_rules_bus,
@@ -63,8 +67,10 @@ SUBJECTS = (
     gpu_host_rules_deployed,
     gpu_host_rules_network,
     gpu_host_rules_files,
+    gpu_host_rules_given,
     gpu_host_rules_weights,
     gpu_host_rules_models,
+    gpu_host_rules_ranks,
     gpu_host_rules_memory,
     gpu_host_rules_hybrid,
     gpu_host_rules_backends,
@@ -121,6 +127,10 @@ def instances_of(wanted: Map) -> list[Map]:
     return [merge(defaults, one) for one in instances if isinstance(one, dict)]
 
 
+class CheckFailed(ValueError):
+    """A rule met facts of a form that it does not know, or is at fault itself; the text names it."""
+
+
 def judge(host: str, wanted: Map, facts: Map | None = None) -> Map:
     """The verdict on a host; without facts only the inventory's rules are asked.
 
@@ -136,7 +146,10 @@ def judge(host: str, wanted: Map, facts: Map | None = None) -> Map:
     for known in RULES:
         if known.needs_host and facts is None:
             continue
-        hits = list(known.check(case))
+        try:
+            hits = list(known.check(case))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise CheckFailed(f"the check {known.id}: {error!r}") from error
         if not hits:
             passed.append(known.id)
         for hit in hits:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ansible.module_utils.gpu_host_rules import BLOCK, MODES, Case, Hit, Map, args_of, label, rule, shown
+from ansible.module_utils.gpu_host_words import near
 
 HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 - refused, not used
 DRAFTER = "DFlashDraftModel"
@@ -109,7 +110,7 @@ def some(words: list[str]) -> str:
 @rule(
     "model-path-bad",
     BLOCK,
-    "An engine serves a folder of the host; nothing is fetched by name at its start.",
+    "An engine serves folders of the host, a target and, in all modes but baseline, a drafter; none is fetched by its name.",
     source="docs/operations.md",
     needs_host=False,
 )
@@ -126,7 +127,8 @@ def model_path_bad(case: Case) -> Iterator[Hit]:
                     label(instance, at),
                     f"{key} {shown(path)}",
                     "the absolute path of a folder on the host",
-                    f"Set {key} for it in {case.where} or in gpu_units_defaults.",
+                    f"Set {key} for it in {case.where} or in gpu_units_defaults"
+                    + ("; without a drafter, mode: baseline." if key == "draft_model_path" else "."),
                 )
 
 
@@ -218,8 +220,17 @@ def _nothing(case: Case, use: Use, instead: Map) -> tuple[str, str]:
 
 def _meant(case: Case, use: Use, otherwise: str) -> str:
     """The fix where models lie just below or beside the path: name those that fit the key."""
-    near = (use.model.get("instead") or {}).get("models") or []
-    fitting = [one["path"] for one in near if one["drafter"] == (use.key == "draft_model_path")]
+    there = (use.model.get("instead") or {}).get("models") or []
+    fitting = [one["path"] for one in there if one["drafter"] == (use.key == "draft_model_path")]
+    folder, _, name = use.path.rstrip("/").rpartition("/")
+    if (
+        not use.model["exists"] and folder
+    ):  # what lies beside it is meant only if its name is nearly the one that was written
+        names = {path.removeprefix(f"{folder}/"): path for path in fitting if path.startswith(f"{folder}/")}
+        alike = [names[one] for one in names if name.lower() in one.lower()] or [
+            names[one] for one in near(name, names)
+        ]
+        fitting = [path for path in fitting if path in alike or path not in names.values()]
     if len(fitting) == 1:
         return f"Set {use.key}: {fitting[0]} in {case.where}. If that is not the model: {otherwise[:1].lower()}{otherwise[1:]}"
     if fitting:

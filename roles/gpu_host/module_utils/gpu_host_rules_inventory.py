@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ansible.module_utils.gpu_host_rules import BLOCK, KEYS, PROFILES, WARN, Case, Hit, Map, rule, shown
-from ansible.module_utils.gpu_host_words import kind, meant, near
+from ansible.module_utils.gpu_host_rules import BLOCK, KEYS, PROFILES, WARN, Case, Hit, Map, flag, rule, shown
+from ansible.module_utils.gpu_host_words import SECRET_FLAGS, kind, meant, near
+from ansible.module_utils.gpu_units_owned import OWNED_FLAGS
 
 # gpu_units_render.HOME: units, links and the way back are written for this folder.
 ROOT = "/opt/sglang-fleet"
@@ -75,11 +76,18 @@ def defaults_malformed(case: Case) -> Iterator[Hit]:
 
 def unknown_key(case: Case, thing: str, key: str) -> Hit:
     """A key that no instance has, with the ones that look like it; a flag of the engine stands a level deeper."""
-    names, place = near(key, KEYS), f"in {case.where} or its group"
-    way = f"Remove {key} {place}; a flag of the engine is written as args: {{{key.replace('_', '-')}: ..}}."
-    if names:
+    name, place = flag(key), f"in {case.where} or its group"
+    names = [OWNED_FLAGS[name]] if name in OWNED_FLAGS else near(key, KEYS)
+    way = f"Remove {key} {place}; a flag of the engine is written as args: {{{name}: ..}}."
+    if ":" in key:  # YAML wants a space behind the colon
+        begin, _, value = key.partition(":")
+        names, value = near(begin, KEYS), ".." if flag(begin) in SECRET_FLAGS else value
+        way = f"Put a space behind the colon {place}: `{begin}: {value}`."
+    elif name in SECRET_FLAGS:
+        way = f"Remove {key} {place}; write the key alone into a file on this machine, and its path as api_key_file."
+    elif names:
         way = f"Write {names[0]} instead of {key} {place}."
-    return Hit(thing, f"key {key!r}", "only " + ", ".join(KEYS) + meant(names), way)
+    return Hit(thing, f"key {shown(key)}", "only " + ", ".join(KEYS) + meant(names), way)
 
 
 @rule(
