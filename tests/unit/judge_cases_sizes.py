@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of the rules about sizes and numbers that the engine's code refuses, and about names written wrongly: as in judge_cases.py."""
+"""Cases of the rules about numbers that the engine's code refuses, and about names written wrongly: as in judge_cases.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ansible.module_utils.gpu_host_gather_shape import describe_shape
 
 from tests.unit.judge_cases_inventory import defaults, gives
-from tests.unit.judge_kit import CPU, TARGET, Change, both, drafter, first, inventory, on_first, pair, target
+from tests.unit.judge_kit import CPU, GIB, TARGET, Change, both, drafter, first, inventory, on_first, pair, target
 
 # 4 heads, 2 of keys and values, as the newcomer's model had.
 HEADS = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
@@ -50,6 +50,11 @@ SIZES: list[tuple[str, Change, list[str]]] = [
     ("parallel-size", gives(ep=4), ["ep-size 4 of tp-size 1", "ep_size * moe_dp_size"]),
     ("parallel-size", pair(args={"tp-size": 2, "ep": 2, "moe-dp-size": 2}), ["ep-size 2 x moe-dp-size 2 of tp-size 2"]),
     ("parallel-size", gives(ep_size=0), ["ep-size 0"]),
+    (
+        "model-too-large",
+        target(weights=200 * GIB, shape=NANO | {"kv_heads": 4}),
+        ["Give it 4 or more such GPUs", "tp-size: 4"],  # 3 would hold it, and 4 heads do not divide by 3
+    ),
     # numbers
     (
         "flag-range",

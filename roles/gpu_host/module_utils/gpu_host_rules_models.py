@@ -21,6 +21,7 @@ from ansible.module_utils.gpu_host_rules import (
     whole,
 )
 from ansible.module_utils.gpu_host_rules_files import DRAFTER, copy, uses
+from ansible.module_utils.gpu_host_rules_ranks import divides
 
 MIB = 1 << 20
 TIGHT = 0.85
@@ -65,7 +66,10 @@ def model_too_large(case: Case) -> Iterator[Hit]:
     """Target and drafter fit into the GPUs of their instance."""
     for at, instance, need, have in _sizes(case):
         if need > have:
-            count = -(-need * len(gpus_of(case, instance)) // int(have * TIGHT))
+            least = -(-need * len(gpus_of(case, instance)) // int(have * TIGHT))
+            models = [case.model(instance.get(key)) for key in ("model_path", "draft_model_path")]
+            fits = (n for n in range(least, 8 * least) if all(divides(model, n) for model in models))
+            count = next(fits, least)
             yield Hit(
                 label(instance, at),
                 f"{need / GIB:.1f} GiB of weights (target and drafter) for {have / GIB:.1f} GiB of GPU memory",
