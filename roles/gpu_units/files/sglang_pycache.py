@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Removes byte code that was cut when it was written: a module with such a file can't be imported, and would never be again.
 
-CPython does not see that a full disk took only a part of a file (Lib/importlib/_bootstrap_external.py, _write_atomic, of
-3.11 and 3.12: the result of one write() is not looked at), and keeps it under its final name. Runs as ExecStartPre with -I, so
-its own modules do not come from there.
+Python 3.11 and early 3.12 do not see that a full disk took only a part of a file, and keep it under its final name
+(https://github.com/python/cpython/issues/126606). Runs as ExecStartPre with -I, so its own modules do not come from there.
 """
 
 from __future__ import annotations
