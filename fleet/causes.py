@@ -112,10 +112,10 @@ def cause(target: Target, link: Any, error: Exception) -> Unreachable:
     if getattr(error, "errno", None) in (errno.EHOSTUNREACH, errno.ENETUNREACH):
         return _no_way(target, link, "no route to it")
     if isinstance(error, SSHException) and "No existing session" in str(error):  # greeted, and then silent
-        return _hung(target, link)
+        return _hung(link)
     if isinstance(error, SSHException) and "banner" in str(error):
         if isinstance(error.__context__, TimeoutError):
-            return _hung(target, link)
+            return _hung(link)
         return Unreachable(
             f"what answers on port {link.port} is not SSH, or closed at once",
             f"`{_client('ssh', target, link, '-v')} true` shows what answers; on the host's console `ss -ltnp` shows the port "
@@ -212,7 +212,7 @@ def _no_way(target: Target, link: Any, told: str) -> Unreachable:
     )
 
 
-def _hung(target: Target, link: Any) -> Unreachable:
+def _hung(link: Any) -> Unreachable:
     """The kernel takes connections for a program that does not run on."""
     return Unreachable(
         f"port {link.port} takes the connection, and then says nothing: sshd hangs, or it is no sshd",

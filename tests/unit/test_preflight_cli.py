@@ -72,9 +72,9 @@ def test_a_good_host_is_told_in_few_lines_with_the_next_step(
 ) -> None:
     facts(monkeypatch)
     assert preflight.main([*hosts(ct200=GOOD)]) == 0
-    told = capsys.readouterr().out.splitlines()
+    told, count = capsys.readouterr().out.splitlines(), len(gpu_host_judge.RULES)
     assert told == [
-        f"ct200: preflight ok, profile sm120, 8 instances, {len(gpu_host_judge.RULES)} of {len(gpu_host_judge.RULES)} checks hold.",
+        f"ct200: preflight ok, profile sm120, 8 instances, {count} of {count} checks hold.",
         "GPUs: 8x RTX PRO 6000 Blackwell Server Edition",
         "Next: ansible-playbook site.yml -l ct200 -i fleet.yml",
     ]

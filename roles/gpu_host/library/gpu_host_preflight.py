@@ -22,8 +22,8 @@ options:
         V(min_systemd), V(min_disk_gib), V(min_shm_gib), V(pythons), V(allow_any_address) and V(waivers); V(where) is the file
         that messages name, V(reach) how ssh reaches the host, empty for this machine, V(user) and V(groups) are the engines'.
       - The action plugin adds V(flags), what the engine knows of the flags that instances name, V(unread), variables that nothing
-        reads, V(paths), folders of the host, V(key_files), API keys of the controller, V(ssh), options of ssh and scp to the host,
-        V(twice), names that stand twice in a map of the inventory, and V(unread_files), files of variables that nothing reads.
+        reads, V(paths), folders of the host, V(key_files), API keys of the controller, V(ssh), options of ssh and scp to the
+        host, V(twice), names that stand twice in a map of the inventory, and V(unread_files), files of variables that nothing reads.
       - Its values are judged by the rules, so that a wrong one is named together with everything else that is wrong.
     type: dict
     required: true
