@@ -178,6 +178,7 @@ def test_the_door_and_the_play_ask_the_same(repo: Path) -> None:
     """Every key that the role's task hands to the module is handed to the judge by the door."""
     (task,) = yaml.safe_load((repo / "roles/gpu_host/tasks/main.yml").read_text())
     asked, _ = preflight.wanted("ct200", {"inventory_dir": str(repo / "inventory")})
-    added = {"root", "key_files", "ssh", *declared.known(None, None, None, {})}  # by the module, and by its action plugin
+    # By the module, and by its action plugin.
+    added = {"root", "key_files", "ssh", *declared.known(None, None, None, {})}
     assert set(asked) - added == set(task["gpu_host_preflight"]["wanted"])
     assert asked["where"] == "inventory/host_vars/ct200.yml"

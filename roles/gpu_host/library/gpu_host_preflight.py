@@ -23,7 +23,8 @@ options:
         that messages name, V(reach) how ssh reaches the host, empty for this machine, V(user) and V(groups) are the engines'.
       - The action plugin adds V(flags), what the engine knows of the flags that instances name, V(unread), variables that nothing
         reads, V(paths), folders of the host, V(key_files), API keys of the controller, V(ssh), options of ssh and scp to the
-        host, V(twice), names that stand twice in a map of the inventory, and V(unread_files), files of variables that nothing reads.
+        host, V(twice), names that stand twice in a map of the inventory, and V(unread_files), files of variables that nobody
+        reads.
       - Its values are judged by the rules, so that a wrong one is named together with everything else that is wrong.
     type: dict
     required: true
