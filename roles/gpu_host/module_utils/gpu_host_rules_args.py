@@ -79,11 +79,11 @@ def meant_value(row: Map, value: Any) -> str | None:
             word, word if word in ("true", "false") else None
         )
     if isinstance(value, bool):
-        found = [one for one in (("on", "yes") if value else ("off", "no")) if one in choices]
-        return json.dumps(found[0]) if found else None
+        words = [one for one in (("on", "yes") if value else ("off", "no")) if one in choices]
+        return json.dumps(words[0]) if words else None
     if choices:
-        same = [one for one in choices if re.sub("[-_]", "", one.lower()) == re.sub("[-_]", "", word)]
-        found = same or [one for one in choices if word in one.lower()] or near(word, choices)
+        found = [one for one in choices if re.sub("[-_]", "", one.lower()) == re.sub("[-_]", "", word)]
+        found = found or [one for one in choices if word in one.lower()] or near(word, choices)
         return found[0] if len(found) == 1 else None  # of several nobody knows which
     number = re.match(r"\d+", word) if row["type"] in ("int", "size") and not isinstance(value, list) else None
     return number[0] if number else None
