@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.unit.judge_kit import Change, both, host
+from tests.unit.judge_kit import Change, both, first, host
 
 ROOT_DISK = {"point": "/", "type": "ext4", "options": ["relatime", "rw"]}
 READ_ONLY = {"point": "/etc", "type": "ext4", "options": ["ro"]}
@@ -40,7 +40,12 @@ DEPLOYED: list[tuple[str, Change, list[str]]] = [
     (
         "record-broken",
         left(broken=[{"path": "/var/lib/sglang-fleet/deployments/current.json", "error": "cut"}]),
-        ["damaged: cut", "`rm /var/lib/sglang-fleet/deployments/current.json`"],
+        ["damaged: cut", "`rm /var/lib/sglang-fleet/deployments/current.json`; site.yml then writes it anew"],
+    ),
+    (
+        "record-broken",
+        left(broken=[{"path": "/var/lib/sglang-fleet/deployments/previous.json", "error": "cut"}]),
+        ["`rm /var/lib/sglang-fleet/deployments/previous.json`; no rollback leads to what it held"],
     ),
     (
         "unit-masked",
@@ -75,3 +80,55 @@ QUIET_DEPLOYED: dict[str, Change] = {
     "a cache before the engine's user is made": left(cache=[TRITON]),
     "a masked unit of an instance that is gone": left(masked={"sglang@old.service": "masked"}),
 }
+
+TEMPLATE = "/srv/templates/chat.jinja"
+PEM = "/etc/ssl/private/engine.key"
+
+
+def file(path: str, *barred: dict[str, str]) -> Change:
+    """A file of the host as it was looked at, with what is closed on the way to it."""
+    return host(files={path: {"exists": True, "barred": list(barred)}}, user=USER)
+
+
+def closed(path: str, need: str) -> dict[str, str]:
+    return {"path": path, "real": path, "need": need, "mode": "0600", "owner": "root"}
+
+
+GIVEN: list[tuple[str, Change, list[str]]] = [
+    (
+        "arg-file",
+        both(first(args={"chat-template": TEMPLATE}), host(files={TEMPLATE: {"exists": False, "barred": []}})),
+        [
+            "chat-template /srv/templates/chat.jinja: no such file",
+            "scp FILE root@192.0.2.200:/srv/templates/chat.jinja`",
+        ],
+    ),
+    (
+        "arg-file",
+        both(
+            first(args={"chat_template": TEMPLATE}),
+            file(TEMPLATE, closed("/srv/templates", "search"), closed(TEMPLATE, "read")),
+        ),
+        ["closed to user sglang", f"`chmod a+x /srv/templates && chmod a+r {TEMPLATE}`"],
+    ),
+    (
+        "arg-file",
+        both(first(args={"ssl-keyfile": PEM}), file(PEM, closed(PEM, "read"))),
+        [f'`chgrp "$(id -gn sglang)" {PEM} && chmod g+r {PEM}`'],
+    ),
+    ("arg-file", first(args={"chat-template": "chat.jinja"}), ["a relative path", "host_vars/ct200.yml"]),
+    (
+        "arg-file",
+        first(args={"chat-template": "/home/ann/chat.jinja"}),
+        [
+            "units do not see",
+            "cp /home/ann/chat.jinja /srv/models/chat.jinja`; then set chat-template: /srv/models/chat.jinja",
+        ],
+    ),
+]
+QUIET_DEPLOYED |= {
+    "a template by its name": first(args={"chat-template": "chatml"}),
+    "a template that is there": both(first(args={"chat-template": TEMPLATE}), file(TEMPLATE)),
+    "a template that was not looked at": first(args={"chat-template": TEMPLATE}),
+}
+DEPLOYED += GIVEN

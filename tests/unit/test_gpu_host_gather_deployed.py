@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from ansible.module_utils import gpu_host_gather_access as access
 from ansible.module_utils import gpu_host_gather_deployed as gather
 
 
@@ -53,3 +54,14 @@ def test_failed_units_in_systemds_words(monkeypatch: pytest.MonkeyPatch, tmp_pat
     listed = "sglang@gpu0.service loaded failed failed SGLang engine gpu0\n"
     monkeypatch.setattr(gather, "run", lambda argv: (0, listed if "--state=failed" in argv else "", ""))
     assert gather.gather_deployed(str(tmp_path), str(tmp_path))["failed"] == ["sglang@gpu0.service"]
+
+
+def test_single_files_of_flags(tmp_path: Path) -> None:
+    user = {"name": "nobody", "uid": None, "gid": None, "groups": []}
+    tmp_path.chmod(0o700)
+    file, gone = tmp_path / "chat.jinja", tmp_path / "none.jinja"
+    file.touch(mode=0o644)
+    found = access.gather_files([str(file), str(gone), str(tmp_path)], user)
+    assert found[str(gone)] == found[str(tmp_path)] == {"exists": False, "barred": []}
+    assert found[str(file)]["exists"]
+    assert {"path": str(tmp_path), "need": "search"}.items() <= found[str(file)]["barred"][-1].items()

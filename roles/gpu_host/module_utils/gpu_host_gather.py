@@ -25,7 +25,7 @@ if __name__ == "__main__":
     beside.__path__ = [str(Path(__file__).resolve().parent)]
     sys.modules.update({"ansible": types.ModuleType("ansible"), "ansible.module_utils": beside})
 
-from ansible.module_utils.gpu_host_gather_access import engine_user
+from ansible.module_utils.gpu_host_gather_access import engine_user, gather_files
 from ansible.module_utils.gpu_host_gather_base import Facts, which
 from ansible.module_utils.gpu_host_gather_child import ChildError, in_child
 from ansible.module_utils.gpu_host_gather_deployed import gather_deployed
@@ -96,8 +96,12 @@ def gather(
     pynvml: str | None = None,
     user: str = "sglang",
     groups: list[str] | None = None,
+    files: list[str] | None = None,
 ) -> Facts:
-    """Every fact that `gpu_host_judge.judge` takes; pynvml as `gather_gpu` takes it, user and groups run the engines."""
+    """Every fact that `gpu_host_judge.judge` takes; pynvml as `gather_gpu` takes it, user and groups run the engines.
+
+    files: single files that flags of instances name.
+    """
     gpu = gather_gpu(pynvml)
     engine = engine_user(user, groups or [])
     return {
@@ -120,6 +124,7 @@ def gather(
         "bind": bindable(addresses),
         "user": engine,
         "models": {path: gather_model(path, engine) for path in models},
+        "files": gather_files(files or [], engine),
     }
 
 

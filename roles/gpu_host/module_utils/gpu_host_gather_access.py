@@ -56,13 +56,14 @@ def _lacks(found: os.stat_result, user: Facts, bits: int) -> bool:
     return bits & found.st_mode != bits
 
 
-def barred(folder: Path, files: list[Path], user: Facts) -> list[Facts]:
-    """`{path, real, need, mode, owner}` of folders on the way, the model's folder and its files that are closed to the user.
+def barred(folder: Path | None, files: list[Path], user: Facts) -> list[Facts]:
+    """`{path, real, need, mode, owner}` of folders on the way, a folder and files in it that are closed to the user.
 
     path: as it is reached; real: without links. Where the user is there already, access lists and the like have the last word.
     """
     asked: dict[str, tuple[Path, int]] = {}
-    for path, bits in [(folder, stat.S_IROTH | stat.S_IXOTH), *((file, stat.S_IROTH) for file in files)]:
+    folders = [(folder, stat.S_IROTH | stat.S_IXOTH)] if folder else []
+    for path, bits in [*folders, *((file, stat.S_IROTH) for file in files)]:
         for above in walked(path):
             asked.setdefault(str(above), (above, stat.S_IXOTH))
         asked[os.path.realpath(path)] = (path, bits)
@@ -109,3 +110,15 @@ def _owner(found: os.stat_result) -> str:
         return pwd.getpwuid(found.st_uid).pw_name
     except KeyError:
         return str(found.st_uid)
+
+
+def gather_files(paths: list[str], user: Facts) -> Facts:
+    """`{path: {exists, barred}}` of single files; a folder is none, and one that even root cannot look for is left out."""
+    found = {}
+    for path in map(Path, paths):
+        try:
+            there = path.is_file()
+            found[str(path)] = {"exists": there, "barred": barred(None, [path], user) if there else []}
+        except OSError:
+            continue
+    return found

@@ -42,8 +42,12 @@ def state_read_only(case: Case) -> Iterator[Hit]:
 def record_broken(case: Case) -> Iterator[Hit]:
     """Records of deployments are whole."""
     for record in _left(case).get("broken") or []:
-        fix = f"`rm {shlex.quote(record['path'])}`; site.yml then writes it anew from the inventory."
-        yield Hit(record["path"], f"damaged: {record['error']}", "a record in JSON", fix)
+        path = record["path"]
+        then = "site.yml then writes it anew from the inventory"
+        if not path.endswith(("/current.json", "/swap.json")):
+            then = "no rollback leads to what it held any more"
+        fix = f"`rm {shlex.quote(path)}`; {then}."
+        yield Hit(path, f"damaged: {record['error']}", "a record in JSON", fix)
 
 
 @rule(
@@ -79,7 +83,7 @@ def release_gone(case: Case) -> Iterator[Hit]:
             f"{root}/current",
             f"leads to releases/{gone}, which is not there",
             "a release",
-            f"`ansible-playbook site.yml -l {case.host}` builds it; a release of the same inputs gets the same id.",
+            f"`ansible-playbook site.yml -l {case.host}`, with the same inventory, builds it under the same id.",
         )
 
 
