@@ -135,6 +135,10 @@ def test_a_refused_key_is_named_with_the_command_that_brings_it_there(
     assert said.fix.startswith(f"{copy} -p {server.port} -i {key}.pub admin@127.0.0.1` here")
     assert "~admin/.ssh/authorized_keys" in said.fix
     assert "ansible_user: NAME in host_vars/h1.yml" in said.fix
+    assert "`sshd -T | grep -Ei" in said.fix
+    assert "PermitRootLogin" not in said.fix
+    said = silent(dataclasses.replace(target(server.port, known, key), user="root"))
+    assert "`echo 'PermitRootLogin prohibit-password' >/etc/ssh/sshd_config.d/00-sglang-fleet.conf" in said.fix
 
 
 def test_keys_that_ssh_leaves_aside_are_left_aside_and_told(server: Server, key: Path, tmp_path: Path) -> None:
@@ -142,13 +146,13 @@ def test_keys_that_ssh_leaves_aside_are_left_aside_and_told(server: Server, key:
     known.write_text(f"[127.0.0.1]:{server.port} {server.key.get_name()} {server.key.get_base64()}\n")
     none = tmp_path / "none"
     said = silent(target(server.port, known, none))
-    assert f"tried not {none} (no such file)" in str(said)
+    assert str(said) == f"user admin is refused; tried no key: there is none; left aside: {none} (no such file)"
     assert f"`ssh-keygen -t ed25519 -f {none} && ssh-copy-id " in said.fix
     server.admits = key.with_suffix(".pub").read_text().split()[1]
     assert "refused" not in str(silent(target(server.port, known, none, key))), "the other key is taken"
     key.chmod(0o644)
     said = silent(target(server.port, known, key))
-    assert f"not {key} (mode 0644, which ssh refuses)" in str(said)
+    assert f"left aside: {key} (mode 0644, which ssh refuses)" in str(said)
     assert f"`chmod 600 {key}` here" in said.fix
 
 
@@ -178,8 +182,12 @@ def test_a_closed_port_an_unknown_name_and_another_service(tmp_path: Path) -> No
     assert "-v admin@127.0.0.1 true` shows what answers" in said.fix
 
 
-def test_a_server_that_takes_connections_and_says_nothing(tmp_path: Path) -> None:
-    """As an sshd that was stopped: the kernel answers for it."""
+@pytest.mark.parametrize("patience", [0.3, 9], ids=["no greeting in time", "no session in time"])
+def test_a_server_that_takes_connections_and_says_nothing(
+    patience: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an sshd that was stopped: the kernel answers for it. Either limit may end first."""
+    monkeypatch.setattr(ssh, "PATIENCE", patience)
     with socket.create_server(("127.0.0.1", 0)) as hung:
         port = hung.getsockname()[1]
         said = silent(dataclasses.replace(target(port, tmp_path / "known_hosts"), timeout=1))
@@ -215,7 +223,7 @@ SUDOERS = "`echo 'admin ALL=(ALL:ALL) NOPASSWD: ALL' >/etc/sudoers.d/60-sglang-f
         (1, "sudo: a password is required", "sudo wants a password of admin", "Call it again with -K"),
         (1, "sudo: a password is required", "sudo wants a password of admin", SUDOERS),
         (1, "Sorry, try again.\nsudo: no password was provided\nsudo: 1 incorrect password attempt", "sudo refuses the", "-K"),
-        (1, "sudo: admin is not in the sudoers file.", "admin may not use sudo there", f"On the host as root: {SUDOERS}"),
+        (1, "sudo: admin is not in the sudoers file.", "admin may not use sudo there", f"On its console as root: {SUDOERS}"),
         (127, "env: 'sudo': No such file or directory", "sudo is not installed there", "apt-get install -y sudo`"),
         (127, "bash: line 1: sudo: command not found", "sudo is not installed there", "apt-get install -y sudo`"),
         (1, "sudo: unknown user: app", "sudo knows no user root there", "ansible_become_user: root into host_vars/h1.yml"),
@@ -224,6 +232,8 @@ SUDOERS = "`echo 'admin ALL=(ALL:ALL) NOPASSWD: ALL' >/etc/sudoers.d/60-sglang-f
         (127, "bash: line 1: /usr/bin/python3: No such file or directory", "no Python there", "ansible_python_interpreter: PATH"),
         (127, "bash: Zeile 1: /usr/bin/python3: Datei oder Verzeichnis nicht gefunden", "no Python there", "python3`"),
         (127, "sh: 1: /usr/bin/python3: not found", "no Python there", "apt-get install -y python3`"),
+        (126, "bash: line 1: /usr/bin/python3: Permission denied", "Python may not be executed", "`chmod 755 \"$(readlink -f"),
+        (1, "sudo: /usr/bin/python3: command not found", "no Python there", "not executable: `chmod 755"),
         (1, "Python too old: 3.6.9", "Python too old: 3.6.9", "ansible_python_interpreter: /usr/bin/python3.12"),
     ],
 )  # fmt: skip
@@ -238,7 +248,7 @@ def test_what_a_login_says() -> None:
     said = causes.ended(dataclasses.replace(HOST, user="root", become=None), 142, cloud, "", (3, 11))
     assert "ansible_user: ubuntu and ansible_become: true" in said.fix
     said = causes.ended(HOST, 1, "This account is currently not available.\n", "", (3, 11))
-    assert said.fix == "On the host as root: `usermod -s /bin/bash admin`."
+    assert said.fix == "On its console as root: `usermod -s /bin/bash admin`."
 
 
 def test_an_old_python_is_found_before_the_program_meets_it() -> None:
