@@ -87,7 +87,8 @@ def test_what_is_no_fault_is_not_told(here: Path) -> None:
     write(here, {**dict.fromkeys(others, "a: 1\n"), "group_vars/lab.yml": "a: 1\n", "group_vars/all/x.yml": "a: 1\n"})
     write(here, {"host_vars/rack8.yml": SERVES, "host_vars/old1.yml": "a: 1\n"})
     write(here, {"staging.yml": "gpu_hosts:\n  hosts:\n    old1:\n"})  # host_vars may serve several inventories
-    write(here, {"group_vars/gpu_hosts.yml": "a: &x {topk: 1}\nb: {<<: *x, topk: 2}\nd: {<<: *x, <<: *x}\nc: [{a: 1}, {a: 2}]\n"})
+    merged = "a: &x {topk: 1}\nb: {<<: *x, topk: 2}\nd: {<<: *x, <<: *x}\nc: [{a: 1}, {a: 2}]\n"
+    write(here, {"group_vars/gpu_hosts.yml": merged})
     assert findings() == []
     assert varfiles.known({"inventory_dir": None}) == {"twice": [], "unread_files": []}
 
