@@ -151,12 +151,14 @@ def _refused(target: Target, link: Any, told: str) -> Unreachable:
     keys = [str(Path(one).expanduser()) for one in _asked_keys(target, link)]
     aside = {key: why for key in keys if (why := unusable(key))}
     used = [key for key in keys if key not in aside] or _usual_keys(link)
-    tried = [*used, *(f"not {key} ({why})" for key, why in aside.items())]
-    if target.password is not None:
-        tried.append("a password")
-    observed = f"user {link.user} is refused; tried {', '.join(tried) or 'no key: there is none'}"
-    user = f"another user: ansible_user: NAME in {target.where}"
-    expected = f"a login as {link.user} without a question"
+    tried = [*used, *(["a password"] if target.password is not None else [])]
+    observed = (
+        f"user {link.user} is refused; tried {', '.join(tried) or ('no key' if aside else 'no key: there is none')}"
+    )
+    if aside:
+        observed += f"; left aside: {', '.join(f'{key} ({why})' for key, why in aside.items())}"
+    user = f"another user: ansible_user: NAME in {target.where}, with ansible_become: true"
+    expected = f"a login as {link.user} by a key"
     if "encrypted" in told.lower():
         key = (used or keys or ["~/.ssh/id_ed25519"])[0]
         fix = f'`eval "$(ssh-agent)" && ssh-add {shlex.quote(key)}` here, in the shell that runs the next command.'
@@ -174,7 +176,16 @@ def _refused(target: Target, link: Any, told: str) -> Unreachable:
         )
     copy = make + _client("ssh-copy-id", target, link, "-i", f"{key}.pub")
     line = f"the line of `ssh-keygen -yf {shlex.quote(key)}` into ~{link.user}/.ssh/authorized_keys on its console"
-    return Unreachable(observed, f"`{copy}` here; where no password is allowed, {line}; {user}.", expected)
+    # What sshd itself forbids, no key mends.
+    ask = "sshd -T | grep -Ei '^(permitrootlogin|pubkeyauthentication|allow|deny)'"
+    forbidden = f"where the key is there already, `{ask}` on its console as root shows whether sshd lets {link.user} in"
+    if link.user == "root":
+        config = "/etc/ssh/sshd_config.d/00-sglang-fleet.conf"
+        allow = f"echo 'PermitRootLogin prohibit-password' >{config} && systemctl reload ssh"
+        forbidden += f": `{allow}` mends permitrootlogin no"
+    return Unreachable(
+        observed, f"`{copy}` here; where no password is allowed, {line}; {forbidden}; or {user}.", expected
+    )
 
 
 def _asked_keys(target: Target, link: Any) -> list[str]:
@@ -240,7 +251,7 @@ def ended(target: Target, code: int, out: str, err: str, least: Sequence[int]) -
     said = [line.strip() for line in err.strip().splitlines() if line.strip()]
     last = said[-1] if said else f"the program ended with {code}"
     user = target.user or getpass.getuser()
-    oldest = ".".join(map(str, least))
+    oldest = ".".join(map(str, max(tuple(least), (3, 11))))  # facts are read by an older one, and nothing else
     if match := re.search(r'[Pp]lease login as the user "?(\w+)"?', out + err):
         return Unreachable(
             f"{match[0]}",
@@ -254,19 +265,28 @@ def ended(target: Target, code: int, out: str, err: str, least: Sequence[int]) -
             f"/usr/bin/python3.12 in {target.where}; without such a package, a newer distribution (Debian 12, Ubuntu 24.04).",
             f"Python {oldest} or newer as {target.python}",
         )
+    if target.python in last and (code == 126 or "ermission denied" in last):
+        real = f'"$(readlink -f {shlex.quote(target.python)})"'
+        return Unreachable(
+            f"Python may not be executed there: {last}",
+            f"On its console as root: `chmod 755 {real}`; if it has that mode, `ls -lL {target.python}` and "
+            f"`findmnt -T {real}` show a folder or a mount (noexec) that forbids it.",
+            f"{target.python} executable for {target.become or user}",
+        )
     if target.python in last and (code == 127 or "not found" in last):  # shells say it in many languages
         return Unreachable(
             f"no Python there: {last}",
             "On the host as root: `apt-get update && apt-get install -y python3` (`dnf install -y python3` on Fedora and its "
             "kin). "
-            f"One at another place goes into {target.where} as ansible_python_interpreter: PATH.",
+            f"One at another place goes into {target.where} as ansible_python_interpreter: PATH; one that is there and that sudo "
+            f'does not find is not executable: `chmod 755 "$(readlink -f {shlex.quote(target.python)})"`.',
             f"Python {oldest} or newer as {target.python}",
         )
     if target.become is not None and "sudo" in "\n".join(said[-3:]):
         return _sudo(target, user, said) or Unreachable(last)
     if "account is currently not available" in out + err:
         return Unreachable(
-            f"user {user} has no shell there", f"On the host as root: `usermod -s /bin/bash {user}`.", "a shell"
+            f"user {user} has no shell there", f"On its console as root: `usermod -s /bin/bash {user}`.", "a shell"
         )
     return Unreachable(last)
 
@@ -274,12 +294,12 @@ def ended(target: Target, code: int, out: str, err: str, least: Sequence[int]) -
 def _sudo(target: Target, user: str, said: Sequence[str]) -> Unreachable | None:
     text = "\n".join(said[-3:])
     line = shlex.quote(f"{user} ALL=(ALL:ALL) NOPASSWD: ALL")
-    allow = f"on the host as root: `echo {line} >{SUDOERS} && chmod 440 {SUDOERS} && visudo -c`"
+    allow = f"on its console as root: `echo {line} >{SUDOERS} && chmod 440 {SUDOERS} && visudo -c`"
     expected = f"sudo to {target.become} for {user}, without a question"
     if re.search(r"\bsudo\W*: ((command )?not found|No such file)", text):
         return Unreachable(
             "sudo is not installed there",
-            "On the host as root: `apt-get update && apt-get install -y sudo`; or log in as root: "
+            "On its console as root: `apt-get update && apt-get install -y sudo`; or log in as root: "
             f"ansible_user: root in {target.where}.",
             expected,
         )
@@ -295,7 +315,7 @@ def _sudo(target: Target, user: str, said: Sequence[str]) -> Unreachable | None:
         )
     if re.search(r"password is required|terminal is required|askpass", text):
         return Unreachable(
-            f"sudo wants a password of {user}",
+            f"sudo wants a password of {user}, as it does of those too who may not use it",
             f"Call it again with -K (asks for it here; site.yml takes -K too), or do without: {allow}.",
             expected,
         )

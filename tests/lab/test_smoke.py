@@ -276,7 +276,7 @@ def test_a_user_with_sudo_sees_what_root_sees(host: LabHost, operator: str, tmp_
     refused = smoke(inventory=sudo, limit=None)
     assert refused.returncode == 1
     assert "sudo wants a password of ops" in refused.stdout
-    (fix,) = re.findall(r"on the host as root: `([^`]+)`", refused.stdout)
+    (fix,) = re.findall(r"on its console as root: `([^`]+)`", refused.stdout)
     asked = smoke(
         inventory=inventory(
             host, tmp_path, ansible_user=operator, ansible_become=True, ansible_become_password="hunter2"

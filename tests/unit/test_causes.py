@@ -146,7 +146,7 @@ def test_keys_that_ssh_leaves_aside_are_left_aside_and_told(server: Server, key:
     known.write_text(f"[127.0.0.1]:{server.port} {server.key.get_name()} {server.key.get_base64()}\n")
     none = tmp_path / "none"
     said = silent(target(server.port, known, none))
-    assert str(said) == f"user admin is refused; tried no key: there is none; left aside: {none} (no such file)"
+    assert str(said) == f"user admin is refused; tried no key; left aside: {none} (no such file)"
     assert f"`ssh-keygen -t ed25519 -f {none} && ssh-copy-id " in said.fix
     server.admits = key.with_suffix(".pub").read_text().split()[1]
     assert "refused" not in str(silent(target(server.port, known, none, key))), "the other key is taken"
