@@ -142,7 +142,8 @@ def text_of(verdict: Verdict) -> str:
     """One host as a person reads it: a headline, its instances, every check; a failed one with what to do."""
     word = "ok" if verdict["ok"] else "FAILED"
     failed = [c for c in verdict["checks"] if not c["ok"]]
-    count = f"{len(verdict['checks'])} checks" + (f", {len(failed)} failed" if failed else "")
+    many = len(verdict["checks"])
+    count = f"{many} check{'s' if many > 1 else ''}" + (f", {len(failed)} failed" if failed else "")
     lines = [f"{verdict['host']}: {word} (release {verdict['release'] or 'none'}, {count}, {verdict['seconds']:.1f} s)"]
     if verdict["instances"]:
         rows = [("instance", "mode", "requests", "tokens", "tokens/step", "identical", "near ties", "different")]

@@ -296,7 +296,17 @@ GUEST = {"host-guest"}  # where a case is about a container or a VM
 WITH = {
     "p2p-deadlock": {"iommu-translated", "acs-redirect"},
     **dict.fromkeys(
-        ("driver-mismatch", "driver-old", "gpu-none", "gpu-mig", "memlock-low", "nofile-low", "pids-low", "systemd"),
+        (
+            "clock-behind",
+            "driver-mismatch",
+            "driver-old",
+            "gpu-none",
+            "gpu-mig",
+            "memlock-low",
+            "nofile-low",
+            "pids-low",
+            "systemd",
+        ),
         GUEST,
     ),
     "gpus-bad": {"cpu-profile", "gpu-twice"},

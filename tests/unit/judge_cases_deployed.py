@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.unit.judge_kit import Change, both, first, host
+from tests.unit.judge_kit import Change, both, clock, first, host, kernel
 
 ROOT_DISK = {"point": "/", "type": "ext4", "options": ["relatime", "rw"]}
 READ_ONLY = {"point": "/etc", "type": "ext4", "options": ["ro"]}
@@ -67,6 +67,18 @@ DEPLOYED: list[tuple[str, Change, list[str]]] = [
         "cache-owner",
         both(left(cache=[*CACHE, TRITON]), host(user=USER)),
         ["abc/cache/triton of user root", "`chown -R sglang: /opt/sglang-fleet/releases/abc/cache`"],
+    ),
+    (
+        "disk-none",
+        host(current="abc", disk={"path": OPT, "free": 63 << 20, "total": 1 << 40}),
+        ["63 MiB free", "64 MiB to start again", "`du -xh --max-depth=3"],
+    ),
+    (
+        "clock-behind",
+        both(clock(before_build=True, source=None), kernel(virt="container", virt_name="lxc")),
+        [
+            "On the machine that runs this container: first `date -s @SECONDS`, with what `date +%s` says on a machine whose"
+        ],
     ),
     (
         "unit-failed",

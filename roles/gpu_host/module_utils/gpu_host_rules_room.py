@@ -24,6 +24,7 @@ from ansible.module_utils.gpu_host_rules import (
 SHM = "/dev/shm"  # noqa: S108 - named, not written to
 
 MIN_CACHE = 2 * GIB  # compiled kernels of an instance
+MIN_FILES = GIB // 16  # compiled Python of a start, records and files of instances
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "9p", "fuse.sshfs", "afs")
 
 
@@ -56,6 +57,21 @@ def disk_low_for_upgrade(case: Case) -> Iterator[Hit]:
 
 
 @rule(
+    "disk-none",
+    BLOCK,
+    "A start writes compiled Python and kernels there, and a file that is cut short by a full disk stays with the release.",
+    source="docs/releases.md",
+)
+def disk_none(case: Case) -> Iterator[Hit]:
+    """A host that serves can still write."""
+    disk = case.facts["disk"]
+    if case.facts.get("current") and disk["free"] < MIN_FILES:
+        free = f"{disk['free'] >> 20} MiB free"
+        least = f"{MIN_FILES >> 20} MiB to start again, {MIN_CACHE / GIB:g} GiB with kernels to compile"
+        yield Hit(f"the file system of {disk['path']}", free, least, _free_room(disk["path"]))
+
+
+@rule(
     "disk-full",
     WARN,
     "Kernels that are compiled at a start are kept in the release; without room the start fails, and so would a new release.",
@@ -64,7 +80,7 @@ def disk_low_for_upgrade(case: Case) -> Iterator[Hit]:
 def disk_full(case: Case) -> Iterator[Hit]:
     """Room for the caches of a host that already serves."""
     disk = case.facts["disk"]
-    if case.facts.get("current") and disk["free"] < MIN_CACHE:
+    if case.facts.get("current") and MIN_FILES <= disk["free"] < MIN_CACHE:
         yield Hit(
             f"the file system of {disk['path']}",
             f"{disk['free'] / GIB:.1f} GiB free",

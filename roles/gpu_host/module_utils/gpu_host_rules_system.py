@@ -292,12 +292,11 @@ def clock_unsynchronized(case: Case) -> Iterator[Hit]:
 def _right_now(case: Case) -> str:
     """Set it by hand first: with a clock far off, packages and certificates are refused, and so is its own repair."""
     reach = case.wanted.get("reach")
-    now = "date -s @$(date +%s)"
     if reach and inside(case) != "container":
         ssh = f"ssh {case.wanted.get('ssh') or ''}".rstrip()
         by_hand = f'`{ssh} {reach} "date -s @$(date +%s)"` from a machine whose clock is right'
     else:
-        by_hand = f"set it, as with `{now}` over ssh from a machine whose clock is right"
+        by_hand = "`date -s @SECONDS`, with what `date +%s` says on a machine whose clock is right"
     return f"First {by_hand}; then, to keep it: {_set_clock(case)}"
 
 
