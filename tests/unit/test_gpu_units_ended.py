@@ -100,6 +100,13 @@ def test_a_unit_that_comes_back_is_waited_for(root: Path, sub: str) -> None:
     assert "restart" not in found.fix
 
 
+def test_between_two_tries_a_cause_that_stays_is_told_at_once(root: Path) -> None:
+    cut = ["EOFError: marshal data too short"]
+    between = why(root, cut, ActiveState="activating", SubState="auto-restart")
+    assert between.observed == "byte code in the release's cache is damaged"
+    assert why(root, cut, ActiveState="activating", SubState="start-pre").observed == "it is starting"
+
+
 def test_a_unit_that_was_stopped_has_no_error(root: Path) -> None:
     stopped = {
         "ActiveState": "inactive",
@@ -109,6 +116,13 @@ def test_a_unit_that_was_stopped_has_no_error(root: Path) -> None:
     }  # the engine kills itself at a stop
     found = why(root, ["ImportError: optional", READY, f"Stopped {UNIT}."], **stopped)
     assert found == ("no error is in its journal: it was stopped, or never started", f"on the host: {AGAIN}")
+
+
+def test_a_unit_that_was_started_too_often_only_needs_its_counter_reset(root: Path) -> None:
+    lines = [f"{UNIT}: Start request repeated too quickly."]
+    found = why(root, lines, Result="start-limit-hit")
+    assert found == ("systemd refuses one more start so soon after the others", f"on the host: {AGAIN}")
+    assert "put its first error right" in why(root, ["ValueError: no", *lines], Result="start-limit-hit").fix
 
 
 @pytest.mark.parametrize(("word", "option"), [("masked", ""), ("masked-runtime", " --runtime")])
@@ -153,10 +167,10 @@ def limited(root: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("lines", "more", "what"),
     [
-        ([PROGRESS], KILLED, "it was killed by SIGKILL"),
-        (["Subprocess scheduler_0 (pid=7) crashed with exit code -9. x"], {}, "it was killed by SIGKILL"),
-        (["ValueError: no"], {"Result": "oom-kill"}, "the kernel killed it out of memory"),
-        ([f"{UNIT}: Failed with result 'oom-kill'."], {}, "the kernel killed it out of memory"),
+        ([PROGRESS], KILLED, "probably out of memory"),
+        (["Subprocess scheduler_0 (pid=7) crashed with exit code -9. x"], {}, "probably out of memory"),
+        (["ValueError: no"], {"Result": "oom-kill"}, "out of memory"),
+        ([f"{UNIT}: Failed with result 'oom-kill'."], {}, "out of memory"),
     ],
 )
 def test_a_limit_of_memory_is_told_with_the_file_that_sets_it(
@@ -164,7 +178,7 @@ def test_a_limit_of_memory_is_told_with_the_file_that_sets_it(
 ) -> None:
     place = "MemoryMax=300M in /etc/systemd/system/sglang@.service.d/50-site.conf"
     found = why(root, lines, **limited(root), **more)
-    assert found.observed == f"{what}; {place} is its limit"
+    assert found.observed == f"{what}: {place} is its limit"
     fix = f"raise {place.replace('=300M', '')} or take it out, then `systemctl daemon-reload` and {AGAIN}"
     assert found.fix == f"on the host: {fix}"
 

@@ -153,10 +153,11 @@ def why(
         return Cause("the unit is masked", f"on the host: `systemctl unmask{word} {unit}`, then `{then}`")
     if state.get("LoadState") == "not-found":
         return Cause("systemd knows no such unit", f"`{site} --tags activate`")
-    if coming(state):
-        return Cause(
-            "it is starting", f"wait for it: on the host, `systemctl start {unit}` returns when it serves or has failed"
-        )
+    wait = Cause(
+        "it is starting", f"wait for it: on the host, `systemctl start {unit}` returns when it serves or has failed"
+    )
+    if coming(state) and state.get("SubState") != "auto-restart":  # between two tries the last one is judged
+        return wait
     if found := (
         _cache(state, root)
         or _space(lines, root)
@@ -165,6 +166,10 @@ def why(
         or _damage(lines, site, root)
     ):
         return Cause(found.observed, f"on the host: {found.fix.replace(THEN, f'`{then}`')}")
+    if coming(state):
+        return wait
+    if not first_error(lines) and state.get("Result") == "start-limit-hit":
+        return Cause("systemd refuses one more start so soon after the others", f"on the host: `{then}`")
     if not first_error(lines) and state.get("ActiveState") == "inactive":
         return Cause("no error is in its journal: it was stopped, or never started", f"on the host: `{then}`")
     return Cause("", f"on the host: read `journalctl -u {unit} -e`, put its first error right, then `{then}`")
@@ -230,10 +235,10 @@ def _memory(
         return None
     if state.get("MemoryMax", "infinity") not in ("infinity", ""):
         limit, place = _limit(state, root)
-        what = "the kernel killed it out of memory" if told else "it was killed by SIGKILL"
+        what = "out of memory" if told else "probably out of memory"
         where = f" in {place}" if place else ""
         return Cause(
-            f"{what}; {limit}{where} is its limit",
+            f"{what}: {limit}{where} is its limit",
             f"raise {limit.split('=')[0]}{where} or take it out, then `systemctl daemon-reload` and {{then}}",
         )
     pid = number(state, "ExecMainPID")

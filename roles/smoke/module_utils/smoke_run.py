@@ -240,7 +240,7 @@ def _judge_recorded(recording: Mapping[str, Any] | None, ident: str, name: str) 
 def _judge_active(
     host: sh.Host, instance: Mapping[str, Any], state: Mapping[str, str], active: bool, settings: Mapping[str, Any]
 ) -> judge.Check:
-    unit, fix = str(instance["unit"]), ""
+    unit, fix = str(instance["unit"]), "read `journalctl -u {unit} -e` on the host"
     observed = f"{state['ActiveState']} ({state['SubState']}, result {state['Result']})"
     if not active:
         if state["ActiveState"] == "failed" and (count := ended.restarts(state)):
