@@ -26,7 +26,7 @@ def state_read_only(case: Case) -> Iterator[Hit]:
     mounts, told = case.facts.get("mounts") or {}, {root_mount(case)[1].get("point")}
     for place in PLACES:
         mount = mounts.get(place) or {}
-        point = mount.get("point")
+        point = str(mount.get("point") or place)
         if "ro" in mount.get("options", ()) and point not in told:
             told.add(point)
             look = "See `dmesg | tail` for errors of the disk; without any, "
