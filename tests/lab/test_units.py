@@ -221,7 +221,9 @@ def test_a_crash_in_service_restarts_and_a_loop_ends_in_failed(units):
     assert re.match(r"failed \(failed, result [\w-]+\), not started again after 2 restarts; ", active["observed"])
     assert "first error: RuntimeError: CUDA error: no kernel image is available" in active["observed"]
     assert len(active["observed"]) < 1000
-    assert active["fix"].endswith("then `systemctl reset-failed sglang@a.service && systemctl restart sglang@a.service`")
+    assert active["fix"].endswith(
+        "then `systemctl reset-failed sglang@a.service && systemctl restart sglang@a.service`"
+    )
     # The next run mends the file and starts it, whatever the counter of restarts says.
     assert units.play(gpu_units_instances=[units.instance()])["changed"] == 2
     assert units.show("sglang@a", "ActiveState") == ["active"]
