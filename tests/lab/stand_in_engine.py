@@ -115,7 +115,7 @@ def main() -> None:
         mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ),
     ):  # as an engine maps its libraries
         server = Server(config)
-        server.say([] if config.get("flaw") == "silent" else server.data["lines"][config["mode"]]["start"])
+        server.say(["serving"] if config.get("flaw") == "silent" else server.data["lines"][config["mode"]]["start"])
         if config.get("flaw") == "forbidden":
             server.say(["DFLASH fused KV initialization failed, falling back to sequential path: no kernel"])
         server.serve_forever(poll_interval=0.05)

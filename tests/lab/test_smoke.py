@@ -59,15 +59,18 @@ def put(host: LabHost, path: str, text: str) -> None:
 
 def configure(host: LabHost, mode: str, flaw: str = "", baseline_flaw: str = "") -> None:
     """Write what gpu_units would write for one instance; `flaw` is the engine's, `baseline_flaw` its baseline's."""
+    files = {}
     for name, what, bad in (("gpu0", mode, flaw), ("gpu0.baseline", "baseline", baseline_flaw)):
         text = f"{INSTANCE_FILE}mode: {what}\nport: 30000\ndata: {HOME}/data.json\n" + (f"flaw: {bad}\n" if bad else "")
         put(host, f"{INSTANCES}/{name}.yaml", text)
+        files[f"{INSTANCES}/{name}.yaml".lstrip("/")] = text
     instance = {
         "name": "gpu0", "mode": mode, "unit": "sglang@gpu0.service", "baseline_unit": "sglang@gpu0.baseline.service",
         "url": "http://127.0.0.1:30000", "gpus": [], "budget": 15, "topk": 8, "model_path": "/srv/models/target",
         "dtype": "float32", "profile": "cpu", "api_key_file": None,
     }  # fmt: skip
-    put(host, f"{STATE}/deployments/current.json", json.dumps({"release": RELEASE, "instances": [instance]}))
+    deployed = {"release": RELEASE, "instances": [instance], "files": files}
+    put(host, f"{STATE}/deployments/current.json", json.dumps(deployed))
 
 
 def serve(host: LabHost, mode: str = "ddtree", flaw: str = "") -> None:
