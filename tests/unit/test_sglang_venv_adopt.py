@@ -125,13 +125,14 @@ def test_native_programs_come_along_and_scripts_do_not(tmp_path: Path, plan: Dat
 
 
 def test_a_program_that_the_engine_calls_has_to_be_somewhere(tmp_path: Path, plan: Data, folders: list[str]) -> None:
-    row = {"program": "fleet-no-such-ninja", "package": "ninja", "why": "it builds kernels"}
+    row = {"program": "fleet-no-such-ninja", "package": "torch", "why": "it builds kernels"}
     plan["imports"] = {"programs": [row]}
-    with pytest.raises(BuildError, match=r"no program fleet-no-such-ninja in .*it builds kernels.*: install ninja"):
+    with pytest.raises(BuildError, match=r"no program fleet-no-such-ninja in .*it builds kernels.*: install torch"):
         build(tmp_path, plan, folders)
     assert not list((tmp_path / "root" / "releases").glob(".build-*"))
-    plan["imports"] = {"programs": [row | {"program": "true"}]}
-    build(tmp_path, plan, folders)
+    for name, fine in {"there": row | {"program": "true"}, "not-asked": row | {"package": "none-of-the-lock"}}.items():
+        plan["imports"] = {"programs": [fine]}
+        build(tmp_path / name, plan, folders)
 
 
 def test_links_in_a_folder_become_files(tmp_path: Path, plan: Data, folders: list[str]) -> None:

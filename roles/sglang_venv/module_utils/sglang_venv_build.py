@@ -134,8 +134,9 @@ def _unfit(adoption: Adoption | None) -> str:
 
 
 def _missing_programs(plan: Mapping[str, Any], programs: Path) -> list[str]:
-    """Programs that the engine calls by name and a unit would not find: neither in the release nor on the host."""
-    rows = plan["imports"].get("programs") or []
+    """Programs of the lock's packages that the engine calls by name and a unit would not find: neither in the release nor on
+    the host."""
+    rows = [row for row in plan["imports"].get("programs") or [] if row["package"] in plan["packages"]]
     missing = [row for row in rows if not shutil.which(row["program"], path=f"{programs}:/usr/local/bin:/usr/bin:/bin")]
     return [
         f"no program {row['program']} in {programs} and none on this host ({row['why']}): install {row['package']} where the "
