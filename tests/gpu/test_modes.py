@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("engine")
 
 
 def there(pair: Path | None) -> Path:
+    """The pair; skips where none was carried along, since pairs of that size are no part of the repository."""
     if pair is None:
         pytest.skip(f"no pair below {ROOM}; name folders in GPU_PAIRS")
     if not (pair / "draft/config.json").is_file():

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("engine")
 def ports(engine: None) -> Iterator[dict[str, int]]:
     """Port of each arm."""
     pairs = [*NAMED, *sorted(config.parents[1] for config in ROOM.glob("*dense*/target/config.json"))]
-    if not pairs:
+    if not pairs:  # they are carried to a GPU machine, and no part of the repository
         pytest.skip(f"no dense pair below {ROOM}; name one in GPU_PAIRS")
     out = Path(mkdtemp(prefix="gpu-requests-"))
     base = modes.BASE | {

@@ -78,6 +78,7 @@ INVENTORY: list[tuple[str, Change, list[str]]] = [
     # sizes of trees
     ("budget-room", both(first(budget=100000), gives(max_total_tokens=8192)), ["100000", "8192 nodes (max-total"]),
     ("budget-room", both(first(budget=8192), gives(context_length=8192)), ["8192 nodes (context-length)"]),
+    ("budget-room", both(first(budget=15), gives(max_total_tokens=12)), ["12 nodes", "Raise max-total-tokens"]),
     ("budget-room", both(defaults(budget=40960), target(shape=LONGEST), CPU), ["40960", "the model's longest text"]),
     ("budget-wide", first(budget=64), ["budget 64", "at most 63"]),
     ("topk-wide", first(topk=16), ["topk 16 with budget 15", "at most 15"]),

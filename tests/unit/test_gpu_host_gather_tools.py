@@ -96,7 +96,7 @@ def test_a_compiler_that_is_gone_or_compiles_nothing(tmp_path: Path, monkeypatch
 
 
 def test_what_dpkg_has() -> None:
-    if gather.which("dpkg-query") is None:
+    if gather.which("dpkg-query") is None:  # a developer on another distribution; hosts are Debian and Ubuntu
         pytest.skip("this machine has no dpkg")
     assert gather.in_dpkg("dpkg") is True
     assert gather.in_dpkg("dpkg", "no-such-package") is False

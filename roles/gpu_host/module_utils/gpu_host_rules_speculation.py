@@ -28,6 +28,7 @@ MAX_SLOTS = 64
 CHUNK = 4096
 # Triton, language/core.py: elements of a tensor.
 MAX_ELEMENTS = 1 << 20
+DEFAULT_BUDGET = 15
 DEFAULT_TOPK = 8
 LARGEST_PRESET = 31  # budget: auto
 DRAFTING = ("dflash", *TREE_MODES)
@@ -57,7 +58,11 @@ def budget_room(case: Case) -> Iterator[Hit]:
                 label(instance, at),
                 f"budget {instance['budget']}",
                 f"fewer than {limit} nodes ({name})",
-                f"Set budget: 15 for it in {case.where} or in gpu_units_defaults; auto tries 7, 15, 22 and {LARGEST_PRESET}.",
+                f"Set budget: {DEFAULT_BUDGET} for it in {case.where} or in gpu_units_defaults; auto tries 7, 15, 22 and "
+                f"{LARGEST_PRESET}."
+                if limit > DEFAULT_BUDGET  # a limit below that is the mistake, not the tree
+                else f"Raise {name}, or remove it under args in {case.where} and in gpu_units_defaults: a request's text lies "
+                "in it too.",
             )
 
 
