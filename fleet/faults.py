@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from fleet.target import near
+from fleet.target import short_path
 from fleet.yamlform import LOADER, Fault, files
 
 VAULT_FILE = "Name the password file of the vault: `export ANSIBLE_VAULT_PASSWORD_FILE=FILE`"
@@ -53,7 +53,7 @@ def text(error: BaseException) -> str:
     match = re.search(r"Origin: (\S+?:\d+)", where)
     if match is None or match[1] in said:
         return said
-    return f"{said} ({near(match[1])})"
+    return f"{said} ({short_path(match[1])})"
 
 
 def place(value: Any) -> str | None:
@@ -72,7 +72,7 @@ def unreadable(sources: Sequence[str], loader: Any) -> Fault | None:
         try:
             loader.load_from_file(str(path), cache="none")
         except AnsibleError as error:
-            return Fault(f"{near(path)}: {text(error)}", hint(error) or f"Correct {near(path)}")
+            return Fault(f"{short_path(path)}: {text(error)}", hint(error) or f"Correct {short_path(path)}")
     return None
 
 
@@ -86,5 +86,5 @@ def line_of(name: str, sources: Sequence[str]) -> str | None:
     for path, variables in files(sources):
         for node in yaml.parse(path.read_text(encoding="utf-8"), LOADER) if not variables else []:
             if isinstance(node, yaml.ScalarEvent) and node.value == name and node.start_mark:
-                return f"{near(path)}:{node.start_mark.line + 1}"
+                return f"{short_path(path)}:{node.start_mark.line + 1}"
     return None

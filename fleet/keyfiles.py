@@ -11,7 +11,7 @@ from typing import Any
 
 from ansible.module_utils.gpu_host_judge import instances_of
 
-from fleet.target import near
+from fleet.target import short_path
 
 VAULT = "$ANSIBLE_VAULT"
 
@@ -56,14 +56,14 @@ def _another(folder: Path, name: str) -> tuple[str, str]:
     """(command that opens a new file for what {} prints, its name in the inventory): beside it, where nothing is yet."""
     names = (f"keys/{name}", *(f"keys/{name}-{number}" for number in range(2, 1000)))
     free = next(one for one in names if not (folder / one).exists())
-    made = "" if (folder / "keys").is_dir() else f"mkdir -p {shlex.quote(near(folder / 'keys'))} && "
-    return f"umask 077; set -C; {made}{{}} >{shlex.quote(near(folder / free))}", free
+    made = "" if (folder / "keys").is_dir() else f"mkdir -p {shlex.quote(short_path(folder / 'keys'))} && "
+    return f"umask 077; set -C; {made}{{}} >{shlex.quote(short_path(folder / free))}", free
 
 
 def _look(path: Path, written: str, folder: Path, name: str) -> dict[str, Any]:
-    shown = near(path)
+    shown = short_path(path)
     quoted = shlex.quote(shown)
-    parent = "" if path.parent.is_dir() else f"mkdir -p {shlex.quote(near(path.parent))} && "
+    parent = "" if path.parent.is_dir() else f"mkdir -p {shlex.quote(short_path(path.parent))} && "
     make = f"`(umask 077; {parent}openssl rand -hex 32 >{quoted})` on this control machine makes one"
     command, free = _another(folder, name)
     other = f"Leave it as it is: `({command.format('openssl rand -hex 32')})` on this control machine makes another"

@@ -186,16 +186,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         (target,) = remote.with_password([target], args.ask_become_pass)
         answer = verdict(target, args.instance, args.mode, inventory_mode)
         if answer["mode"] is None:
-            words = ["ansible-playbook", "site.yml", "-l", target.name, *remote.given(args.inventory)]
-            answer["message"] = f"nothing was changed; first: {' '.join(words)}"
+            answer["message"] = f"nothing was changed; first: {remote.site_command(target.name, args.inventory)}"
         elif args.mode is not None:
             switch(target, args.inventory, answer, Progress(sys.stderr))
     except remote.Misuse as error:
         print(f"mode: {error}", file=sys.stderr)
         return 2
     except Damaged as error:
-        words = ["ansible-playbook", "site.yml", "-l", args.host, *remote.given(args.inventory)]
-        fix = f"`rm {error.path}` on the host, then `{' '.join(words)}`, which writes it anew"
+        command = remote.site_command(args.host, args.inventory)
+        fix = f"`rm {error.path}` on the host, then `{command}`, which writes it anew"
         print(f"mode: {args.host}: {error}; fix: {fix}", file=sys.stderr)
         return 1
     except remote.Unreachable as error:

@@ -91,7 +91,7 @@ def wrong_type(name: str, value: Any, option: Map, where: str | None) -> remote.
 def wanted(host: str, variables: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> tuple[Map, Map]:
     """(the inventory's side as the judge takes it, the role's options). given: all variables of the host as they are written."""
     folder = variables.get("inventory_dir")
-    where = remote.near(Path(folder) / "host_vars" / f"{host}.yml") if folder else None
+    where = remote.short_path(Path(folder) / "host_vars" / f"{host}.yml") if folder else None
     chosen = settings(host, variables, where)
     names = ("fleet_engine", "gpu_units_instances", "gpu_units_defaults")
     engine, instances, defaults = (variables.get(name) for name in names)

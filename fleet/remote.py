@@ -22,9 +22,9 @@ from typing import Any
 
 from fleet import causes, faults, ssh, yamlform
 from fleet.importer import ROOT
-from fleet.target import Misuse, Target, Unreachable, given, near
+from fleet.target import Misuse, Target, Unreachable, given, short_path, site_command
 
-__all__ = ["Misuse", "Target", "Unreachable", "given", "near"]
+__all__ = ["Misuse", "Target", "Unreachable", "given", "short_path", "site_command"]
 
 GROUPS = ("gpu_hosts", "lab")  # the hosts of every play
 START = "#SMOKE\n"  # what comes before it on stdin, a password that sudo did not ask for, is no program
@@ -115,7 +115,7 @@ def _chosen(manager: Any, sources: Sequence[str], limit: str | None, warnings: S
     from ansible.inventory.manager import split_host_pattern
 
     everyone = sorted(host.name for host in manager.get_hosts())
-    where = ", ".join(source if "," in source else near(source) for source in sources)
+    where = ", ".join(source if "," in source else short_path(source) for source in sources)
     if not everyone:
         fix = "write hosts under a group of the plays, as in `gpu_hosts: {hosts: {NAME: {ansible_host: ADDRESS}}}`"
         raise Misuse("; ".join([f"no host in {where}", *warnings]), fix)
@@ -194,7 +194,7 @@ def target(name: str, given: Mapping[str, Any], defaults: Any) -> Target:
         return next((given[n] for n in names if given.get(n) not in (None, "")), None)
 
     folder = given.get("inventory_dir")
-    where = near(Path(str(folder)) / "host_vars" / f"{name}.yml") if folder else "its host_vars"
+    where = short_path(Path(str(folder)) / "host_vars" / f"{name}.yml") if folder else "its host_vars"
     port = first("ansible_port", "ansible_ssh_port") or defaults.DEFAULT_REMOTE_PORT
     if port is not None and not (str(port).isdigit() and 0 < int(port) < 65536):
         place = faults.place(port) or where

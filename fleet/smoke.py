@@ -74,7 +74,7 @@ def program(
 ) -> str:
     """The probe of one host, as the text of a program."""
     sources = {name: _source(name) for name in SOURCES}
-    site = " ".join(["ansible-playbook site.yml -l", target.name, *remote.given(inventory)])
+    site = remote.site_command(target.name, inventory)
     chosen = {**settings(target.variables), "host": target.name, "site": site, "mode": mode, "instance": instance}
     payload = {"hooks": known, "prompts": prompts(), "settings": chosen}
     return remote.module_program(sources, "smoke_run", payload)

@@ -59,7 +59,12 @@ def given(inventory: Sequence[str]) -> list[str]:
     return [word for one in inventory for word in ("-i", shlex.quote(one))]
 
 
-def near(path: str | Path) -> str:
+def short_path(path: str | Path) -> str:
     """A path as a person here would write it."""
     short = os.path.relpath(path)
     return str(path) if short.startswith("..") else short
+
+
+def site_command(host: str, inventory: Sequence[str]) -> str:
+    """The command that deploys a host, as a person calls it."""
+    return " ".join(["ansible-playbook", "site.yml", "-l", host, *given(inventory)])

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from ansible.module_utils.gpu_host_words import near as alike
 
-from fleet.target import near
+from fleet.target import short_path
 from fleet.yamlform import YAML_NAMES, node, twice
 
 ENDINGS = ("", *(f".{name.lstrip('.')}" for name in YAML_NAMES))
@@ -70,7 +70,7 @@ def _twice(path: Path) -> Iterator[dict[str, str]]:
     except (yaml.YAMLError, OSError):
         return
     for name, line, before in found:
-        yield {"name": name, "at": f"{near(path)}:{line}", "before": f"{near(path)}:{before}"}
+        yield {"name": name, "at": f"{short_path(path)}:{line}", "before": f"{short_path(path)}:{before}"}
 
 
 # --- files that nothing reads ------------------------------------------------------------------------------------
@@ -81,8 +81,8 @@ def _beside(folder: Path, name: str) -> Iterator[dict[str, str]]:
     first, *others = _entries(folder, name) or [folder]
     for path in others:
         into = first / "main.yml" if first.is_dir() else first
-        fix = f"Move what is needed of {near(path)} into {near(into)}, then `rm {_word(path)}`."
-        yield {"path": near(path), "why": f"{near(first)} is read instead", "fix": fix}
+        fix = f"Move what is needed of {short_path(path)} into {short_path(into)}, then `rm {_word(path)}`."
+        yield {"path": short_path(path), "why": f"{short_path(first)} is read instead", "fix": fix}
 
 
 def _strangers(base: Path, kind: str, mine: list[str], everyone: list[str]) -> Iterator[dict[str, str]]:
@@ -107,7 +107,7 @@ def _strangers(base: Path, kind: str, mine: list[str], everyone: list[str]) -> I
                 continue
         if owner is None and path.suffix not in ENDINGS:
             continue
-        yield {"path": near(path), "why": why, "fix": _rename(folder, path, owner, what)}
+        yield {"path": short_path(path), "why": why, "fix": _rename(folder, path, owner, what)}
 
 
 def _name(path: Path) -> str:
@@ -122,7 +122,7 @@ def _rename(folder: Path, path: Path, owner: str | None, what: str) -> str:
     if owner and not _entries(folder, owner):
         return f"`mv {_word(path)} {_word(folder / (owner if path.is_dir() else f'{owner}.yml'))}`"
     if owner:
-        return f"Move what is needed of it into {near(_entries(folder, owner)[0])}, then `rm -r {_word(path)}`."
+        return f"Move what is needed of it into {short_path(_entries(folder, owner)[0])}, then `rm -r {_word(path)}`."
     return f"Name it after a {what} of the inventory, or `rm -r {_word(path)}`."
 
 
@@ -134,4 +134,4 @@ def _mentioned(base: Path, name: str) -> bool:
 
 
 def _word(path: Path) -> str:
-    return shlex.quote(near(path))
+    return shlex.quote(short_path(path))

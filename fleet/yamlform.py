@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 from ansible.module_utils.gpu_host_words import shown
 
-from fleet.target import near
+from fleet.target import short_path
 
 YAML_NAMES = (".yml", ".yaml", ".json")
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -70,7 +70,7 @@ def in_files(sources: Sequence[str]) -> Fault | None:
 
 
 def _in_file(path: Path, variables: bool) -> Fault | None:
-    file = near(path)
+    file = short_path(path)
     try:
         lines = path.read_bytes().decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
