@@ -28,7 +28,7 @@ from ansible.module_utils.gpu_host_words import near
 from fleet import causes, remote
 from fleet.console import Progress, last_lines, run_logged
 from fleet.importer import ROOT
-from fleet.quickstart import PLAY_ENV, PlayView
+from fleet.playview import PLAY_ENV, PlayView
 
 ROLE = ROOT / "roles" / "gpu_units"
 SOURCES = ("gpu_units_host", "gpu_units_live")  # in the order of their imports

@@ -18,16 +18,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fleet import smoke
 from fleet.console import Progress, last_lines, run_logged
 from fleet.importer import ROOT
+from fleet.playview import PLAY_ENV, PlayView
 
-BANNER = re.compile(r"^(?:TASK|RUNNING HANDLER) \[(.*)\] \*+$")
-RESULT = re.compile(r"^(ok|changed|failed|fatal|skipping|included): \[")
 GIB = 1 << 30
 # One engine on the CPU holds 3 GiB; the engine's packages take about 9 GiB in uv's cache and less than 1 GiB in the host.
 NEED_MEMORY, NEED_DISK = 4 * GIB, 14 * GIB
@@ -35,49 +33,6 @@ NEED_MEMORY, NEED_DISK = 4 * GIB, 14 * GIB
 
 class PhaseError(Exception):
     """A phase that ended badly; the text says what to do next."""
-
-
-# What a PlayView reads: banners have to come when a task starts, also of a task that will be skipped.
-PLAY_ENV = {"ANSIBLE_DISPLAY_SKIPPED_HOSTS": "1", "ANSIBLE_NOCOLOR": "1", "PYTHONUNBUFFERED": "1"}
-
-
-@dataclass
-class PlayView:
-    """Follows the default output of ansible-playbook and shows the tasks that changed something or took a second.
-
-    `roles` sums the seconds by role, `tasks` counts tasks that ran, `changed` those that changed something.
-    """
-
-    progress: Progress
-    tasks: int = 0
-    changed: int = 0
-    roles: dict[str, float] = field(default_factory=dict)
-    _task: str = ""
-    _since: float = field(default_factory=time.monotonic)
-    _results: set[str] = field(default_factory=set)
-
-    def line(self, line: str) -> None:
-        if (banner := BANNER.match(line)) or line.startswith(("PLAY RECAP", "PLAY [")):
-            self._close()
-            self._task = banner.group(1) if banner else ""
-        elif result := RESULT.match(line):
-            self._results.add(result.group(1))
-
-    def wait(self) -> None:
-        self.progress.still(self._task or "ansible starts", self._since)
-
-    def _close(self) -> None:
-        seconds = time.monotonic() - self._since
-        role, _, name = self._task.rpartition(" : ")
-        if self._task and self._results - {"skipping", "included"}:
-            self.tasks += 1
-            self.changed += "changed" in self._results
-            self.roles[role or "site"] = round(self.roles.get(role or "site", 0.0) + seconds, 2)
-            notable = self._results & {"changed", "failed", "fatal"}
-            if notable or seconds >= 1:
-                word = "FAILED" if notable & {"failed", "fatal"} else "changed" if notable else "ok"
-                self.progress.say(f"  {seconds:6.1f} s  {word:7}  {role + ': ' if role else ''}{name}")
-        self._since, self._results = time.monotonic(), set()
 
 
 def as_root(argv: Sequence[str]) -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 
 from fleet import quickstart
 from fleet.console import Progress, run_logged
+from fleet.playview import PLAY_ENV, PlayView
 
 PLAY = """---
 - hosts: localhost
@@ -32,11 +33,11 @@ PLAY = """---
 """
 
 
-def play(tmp_path: Path, fail: bool) -> tuple[int, quickstart.PlayView, str]:
+def play(tmp_path: Path, fail: bool) -> tuple[int, PlayView, str]:
     book, out = tmp_path / "play.yml", io.StringIO()
     book.write_text(PLAY.format(tmp_path, str(fail).lower()))
-    view = quickstart.PlayView(Progress(out))
-    env = {**os.environ, "ANSIBLE_DISPLAY_SKIPPED_HOSTS": "1", "ANSIBLE_NOCOLOR": "1"}
+    view = PlayView(Progress(out))
+    env = {**os.environ, **PLAY_ENV}
     argv = ["ansible-playbook", "-i", "localhost,", str(book)]
     return run_logged(argv, tmp_path / "log", view.line, view.wait, env), view, out.getvalue()
 
@@ -57,7 +58,7 @@ def test_play_view_marks_the_task_that_failed(tmp_path: Path) -> None:
 
 
 def test_seconds_go_to_the_role_of_the_task() -> None:
-    view = quickstart.PlayView(Progress(io.StringIO()))
+    view = PlayView(Progress(io.StringIO()))
     for line in (
         "TASK [one : A] ****",
         "ok: [h]",
