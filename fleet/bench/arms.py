@@ -45,12 +45,12 @@ class Arm:
 
     @property
     def slug(self) -> str:
-        """The name as part of a file name."""
-        return re.sub(r"[^\w.-]", "-", self.name)
+        """The name as part of a file name; `@` stays, or `dflash@8` would take the log of `dflash:8`."""
+        return re.sub(r"[^\w.@-]", "-", self.name)
 
 
 def parse_flags(words: Sequence[str]) -> Flags:
-    """`--a 1 --b --c=2` as {a: [1], b: [], c: [2]}; a flag given twice counts as given last."""
+    """`--a 1 --b --c=2` as {a: [1], b: [], c: [2]}; a flag given twice counts as given last. Raises Misuse."""
     flags: Flags = {}
     name = None
     for word in words:
@@ -62,6 +62,14 @@ def parse_flags(words: Sequence[str]) -> Flags:
         else:
             flags[name].append(word)
     return flags
+
+
+def split(text: str) -> list[str]:
+    """Words of a shell's line. Raises Misuse."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise Misuse(f"flags {text!r}: {error}") from error
 
 
 def words(flags: Mapping[str, Sequence[str]]) -> list[str]:
@@ -113,7 +121,7 @@ def arm(text: str, draft: Path | None) -> Arm:
     args |= row.get("args") or {}
     if number and takes and "flag" in takes:
         args[takes["flag"]] = number
-    return Arm(spec.strip(), match["kind"], mode, flags_of(args) | parse_flags(shlex.split(extra)))
+    return Arm(spec.strip(), match["kind"], mode, flags_of(args) | parse_flags(split(extra)))
 
 
 def arms(names: Iterable[str], draft: Path | None) -> list[Arm]:

@@ -13,7 +13,6 @@ An arm is KIND[:NUMBER][@LABEL][=FLAGS]; kinds are in fleet/bench/arms.yml. See 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import signal
@@ -23,12 +22,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fleet.bench import arms, hosts, instance
+from fleet.bench import arms, asked, hosts, instance, places
 from fleet.bench import run as bench
 from fleet.bench.arms import Flags, Misuse
 from fleet.bench.client import Refused
 
 ARMS = "baseline,ngram,dflash:16,dflash:8,ddtree-shadow:15,ddtree:15,ddtree:22"
+FROM_ONE = [
+    "new",
+    "start_wave",
+    "soak_concurrency",
+    "soak_seconds",
+    "count",
+    "max_running",
+    "max_total_tokens",
+    "start_limit",
+]
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 # For every arm alike. Their servers share one GPU: mem-fraction-static only says how much has to stay free, max-total-tokens
 # bounds what each takes. Every prompt is asked after a flush, so a prefix cache has nothing to give.
@@ -47,7 +56,11 @@ BASE: Flags = {
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bin/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="bin/bench",
+        usage="bin/bench (--pair DIR | -l HOST,..) --out DIR [--arms A,B,..] [OPTIONS], see bin/bench --help",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--pair", type=Path, metavar="DIR", help="folder with target/ and draft/")
@@ -101,43 +114,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def numbers(text: str, what: str) -> list[int]:
-    """`1,4,8` as numbers from 1 on."""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise Misuse(f"{what} {text!r} is no list of numbers like 1,4,8") from None
-    if min(found) < 1 or len(set(found)) != len(found):
-        raise Misuse(f"{what} {text!r}: numbers from 1 on, each once")
-    return found
-
-
-def by_concurrency(text: str, concurrencies: Sequence[int], what: str) -> dict[int, int]:
-    """`10`, or `1:10,8:5`, as {concurrency: number}."""
-    try:
-        if ":" not in text:
-            found = dict.fromkeys(concurrencies, int(text))
-        else:
-            found = {int(c): int(n) for c, n in (part.split(":") for part in text.split(","))}
-    except ValueError:
-        raise Misuse(f"{what} {text!r} is neither a number nor like 1:10,8:5") from None
-    if set(found) != set(concurrencies) or min(found.values()) < 1:
-        raise Misuse(f"{what} {text!r} has to give a number from 1 on for each of {','.join(map(str, concurrencies))}")
-    return {concurrency: found[concurrency] for concurrency in concurrencies}
-
-
-def prompts(path: Path, count: int | None) -> list[dict[str, str]]:
-    """Rows with id and prompt. Raises Misuse."""
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        found = [{"id": str(row["id"]), "prompt": str(row["prompt"])} for row in rows][:count]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Misuse(f"prompts {path}: {error!r}; it has to be JSON lines with id and prompt") from error
-    if not found:
-        raise Misuse(f"prompts {path}: none in it")
-    return found
-
-
 def models(args: argparse.Namespace, served: instance.Served | None) -> tuple[Path, Path | None]:
     """Target and drafter. Raises Misuse if one is not there."""
     target, draft = args.target, args.draft
@@ -167,7 +143,7 @@ def base_flags(
         own["disable-radix-cache"] = []
     given: Flags = {}
     for text in args.engine_flags:
-        given |= arms.parse_flags(shlex.split(text))
+        given |= arms.parse_flags(arms.split(text))
     return BASE | (served.flags if served else {}) | own | given
 
 
@@ -194,17 +170,27 @@ def choices(args: argparse.Namespace, draft: Path | None) -> tuple[list[arms.Arm
         raise Misuse(
             f"the reference {reference} drafts, and such an engine gives no log-probabilities; add the arm baseline"
         )
-    concurrencies = numbers(args.concurrency, "--concurrency")
+    concurrencies = asked.numbers(args.concurrency, "--concurrency")
     standard = ",".join(f"{c}:{6 if c == 1 else 2 * c}" for c in concurrencies)
-    requests = by_concurrency(args.requests or standard, concurrencies, "--requests")
-    for name in ("new", "start_wave", "soak_concurrency"):
-        if getattr(args, name) < 1:
+    requests = asked.by_concurrency(args.requests or standard, concurrencies, "--requests")
+    for concurrency, number in requests.items():
+        if number < concurrency:
+            raise Misuse(
+                f"--requests {number} at concurrency {concurrency} never has {concurrency} at once; at least that many"
+            )
+    for name in FROM_ONE:
+        if (got := getattr(args, name)) is not None and got < 1:
             raise Misuse(f"--{name.replace('_', '-')} has to be at least 1")
+    least = bench.reserve(args.soak_seconds if args.soak else None, args.timing, 0)
+    if args.limit is not None and args.limit <= least:
+        raise Misuse(
+            f"--limit {args.limit:g} has no time for rounds: {least:g} s of it are kept for what comes after them"
+        )
     for name in ("warm", "latency_rounds", "near_tie"):
         if getattr(args, name) < 0:
             raise Misuse(f"--{name.replace('_', '-')} can't be negative")
-    numbers(args.timing_concurrency, "--timing-concurrency")
-    return chosen, reference, by_concurrency(args.rounds, concurrencies, "--rounds"), requests
+    asked.numbers(args.timing_concurrency, "--timing-concurrency")
+    return chosen, reference, asked.by_concurrency(args.rounds, concurrencies, "--rounds"), requests
 
 
 def on_hosts(argv: Sequence[str]) -> int:
@@ -218,8 +204,15 @@ def on_hosts(argv: Sequence[str]) -> int:
     mine, rest = here.parse_known_args(argv)
     choices(arguments([*rest, "--out", "x"]), Path("drafter"))
     if mine.prompts:
-        prompts(mine.prompts, None)
-    return hosts.run(hosts.command(mine.hosts, mine.inventory, mine.instance, mine.out, mine.prompts, rest))
+        asked.prompts(mine.prompts, None)
+    held = places.take(mine.out)
+    try:
+        return hosts.run(
+            hosts.command(mine.hosts, mine.inventory, mine.instance, mine.out, mine.prompts, rest),
+            hosts.ending(mine.hosts, mine.inventory),
+        )
+    finally:
+        os.close(held)
 
 
 def settings(args: argparse.Namespace, argv: Sequence[str]) -> bench.Settings:
@@ -229,12 +222,12 @@ def settings(args: argparse.Namespace, argv: Sequence[str]) -> bench.Settings:
     served = instance.load(Path(args.instance)) if args.instance else None
     target, draft = models(args, served)
     chosen, reference, rounds, requests = choices(args, draft)
-    asked = prompts(args.prompts, args.count)
+    rows = asked.prompts(args.prompts, args.count)
     largest = max([*rounds, args.soak_concurrency if args.soak else 1])
     # A token has at least one byte; a step may reserve a block or a tree of 64 beyond the answer.
-    longest = min(max(len(row["prompt"].encode()) for row in asked), 2048) + args.new + 80
+    longest = min(max(len(row["prompt"].encode()) for row in rows), 2048) + args.new + 80
     return bench.Settings(
-        title=(args.pair or target).resolve().name,
+        title=Path(args.instance).stem if args.instance else (args.pair or target).resolve().name,
         command=shlex.join(["python3 -m fleet.bench", *argv]).replace(
             "'python3 -m fleet.bench'", "python3 -m fleet.bench"
         ),
@@ -243,7 +236,7 @@ def settings(args: argparse.Namespace, argv: Sequence[str]) -> bench.Settings:
         env=environment(args, served),
         python=args.python,
         out=args.out.resolve(),
-        prompts=asked,
+        prompts=rows,
         rounds=rounds,
         requests=requests,
         new=args.new,
@@ -260,7 +253,7 @@ def settings(args: argparse.Namespace, argv: Sequence[str]) -> bench.Settings:
         soak_seconds=args.soak_seconds,
         soak_together=args.soak_concurrency,
         timing=args.timing,
-        timing_at=tuple(numbers(args.timing_concurrency, "--timing-concurrency")),
+        timing_at=tuple(asked.numbers(args.timing_concurrency, "--timing-concurrency")),
     )
 
 
@@ -280,6 +273,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.hosts:
             return on_hosts(words)
         chosen = settings(args, words)
+        places.engine(chosen.python, chosen.env)
+        held = places.take(chosen.out)
     except Misuse as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
@@ -292,6 +287,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("bench: interrupted; all servers are stopped", file=sys.stderr)
         return 130
+    finally:
+        os.close(held)
     for check in result["checks"]:
         if not check["ok"]:
             say(f"FAILED {check['id']}: observed {check['observed']}; expected {check['expected']}")

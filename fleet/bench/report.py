@@ -13,10 +13,10 @@ def _n(value: Any, digits: int = 1) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table, or a line that there is nothing."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], nothing: str) -> list[str]:
+    """A Markdown table, or the line `nothing` where it would be empty."""
     if not rows:
-        return ["(nothing)"]
+        return [nothing]
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     return [f"| {' | '.join(row)} |" for row in [list(head), ["---"] * len(head), *cells]]
 
@@ -25,7 +25,7 @@ def speed(part: Data, loops: bool) -> list[str]:
     """Speed at one concurrency: medians with quartiles, ratios with sign test."""
     titles = list(part["references"])
     head = ["arm", "rounds", "tok/s median", "quartiles", *(f"over {t}" for t in titles), "tokens/step", "ms/step"]
-    head += ["best prompt tok/s"] + (["tok/s per stream without loops", "tokens/step without loops"] if loops else [])
+    head += ["best prompt tok/s"] + (["requests without loops", "their tok/s", "tokens/step"] if loops else [])
     rows = []
     for name, f in part["arms"].items():
         tok_s = f["tok_s"]
@@ -38,9 +38,9 @@ def speed(part: Data, loops: bool) -> list[str]:
         cells.append(_n(f["best_prompt"] and f["best_prompt"]["tok_s"]))
         if loops:
             clean = f["without_loops"]
-            cells += [_n(clean["stream_tok_s"]), _n(clean["tokens_per_step"], 3)]
+            cells += [str(clean["requests"]), _n(clean["stream_tok_s"]), _n(clean["tokens_per_step"], 3)]
         rows.append(cells)
-    return table(head, rows)
+    return table(head, rows, NO_ROUND)
 
 
 def short(summary: Data) -> list[str]:
@@ -56,7 +56,7 @@ def short(summary: Data) -> list[str]:
             ratios = part["arms"][name]["ratios"]
             over = [f"{r['median']:.3f} over {title}" for title, r in ratios.items() if r["n"]]
             rows.append([f"c{concurrency}", name, _n(median), ", ".join(over) or "-"])
-    return table(["asked", "fastest of its kind", "tok/s median", "median ratio"], rows)
+    return table(["asked", "fastest of its kind", "tok/s median", "median ratio"], rows, NO_ROUND)
 
 
 def ratio(row: Data | None) -> str:
@@ -67,14 +67,16 @@ def ratio(row: Data | None) -> str:
     return f"{row['median']:.3f} ({quartiles}), {row['wins']} of {row['n']}, p {row['p']:.2g}"
 
 
-def latency(part: Data) -> list[str]:
-    """Streaming rounds of one concurrency."""
+def latency(part: Data, asked: int) -> list[str]:
+    """Streaming rounds of one concurrency; `asked` is how many there should have been."""
     rows = []
     for name, f in part["arms"].items():
         if found := f["latency"]:
             pairs = [found["ttft_ms"], found["message_ms"], found["token_ms"]]
             rows.append([name, *(f"{_n(p and p['p50'], 2)} / {_n(p and p['p99'], 2)}" for p in pairs)])
-    return table(["arm", "TTFT ms p50 / p99", "between messages ms p50 / p99", "per token ms p50 / p99"], rows)
+    head = ["arm", "TTFT ms p50 / p99", "between messages ms p50 / p99", "per token ms p50 / p99"]
+    missing = "No streaming round came to its end." if asked else "Latencies: not asked for (`--latency-rounds 0`)."
+    return table(head, rows, missing)
 
 
 def equality(rows: Sequence[Data], bound: float) -> list[str]:
@@ -82,7 +84,7 @@ def equality(rows: Sequence[Data], bound: float) -> list[str]:
     head = [
         "arm",
         "asked",
-        "compared",
+        "texts",
         "same",
         f"near ties (gap up to {bound})",
         "largest of them",
@@ -96,13 +98,14 @@ def equality(rows: Sequence[Data], bound: float) -> list[str]:
         cells.append(
             [row["arm"], f"c{row['concurrency']}", *map(str, numbers), _n(count["largest_near_gap"], 4), others]
         )
-    return table(head, cells)
+    return table(head, cells, "Nothing to compare.")
 
 
 def timing(found: Data | None) -> list[str]:
     """The split of a step by arm."""
     if found is None:
         return ["Not asked for (`--timing`)."]
+    nothing = "No drafting arm was measured."
     names: list[str] = []
     for rows in found.values():
         for row in rows:
@@ -112,7 +115,7 @@ def timing(found: Data | None) -> list[str]:
         if not rows:
             cells.append([arm, "not reported", "-", *["-"] * len(names)])
         cells += [[arm, str(row["batch"]), str(row["steps"]), *(_n(row.get(n), 3) for n in names)] for row in rows]
-    return table(["arm", "batch", "steps", *(n.removesuffix("_ms") + " ms" for n in names)], cells)
+    return table(["arm", "batch", "steps", *(n.removesuffix("_ms") + " ms" for n in names)], cells, nothing)
 
 
 def soak(found: Data | None) -> list[str]:
@@ -130,6 +133,8 @@ def soak(found: Data | None) -> list[str]:
     ]
 
 
+NO_ROUND = "No round was measured."
+
 HOW = """\
 Greedy, {new} new tokens per request, {prompts} prompts. All servers are resident at once and one is loaded at a time; in a round
 every arm answers the same prompts, in an order shuffled per round. Warm-up rounds are dropped. Rounds ended with: {ended}.
@@ -144,7 +149,7 @@ is no dflash arm with it. Baseline runs with it unless its flags say otherwise."
 
 OUTPUT = """\
 Against {reference} asked alone. A gap is how far the two tokens of a first difference are apart in the reference's
-log-probabilities (nats)."""
+log-probabilities (nats). Texts are an arm's distinct answers: a prompt that it answered in two ways in two rounds has two."""
 
 
 def markdown(report: Data) -> str:
@@ -167,7 +172,7 @@ def markdown(report: Data) -> str:
     for concurrency, part in report["summary"].items():
         named = ", ".join(f"{title} is {arm}" for title, arm in part["references"].items() if title != arm)
         lines += ["", f"## c{concurrency}", "", *([f"{named}.", ""] if named else []), *speed(part, bool(loops))]
-        lines += ["", *latency(part)]
+        lines += ["", *latency(part, setup["latency_rounds"])]
     lines += ["", "## Output", "", OUTPUT.format(reference=setup["reference"]), ""]
     lines += [*equality(report["equality"], setup["near_tie"]), "", degenerate(report)]
     lines += ["", "## Split of a step", "", *timing(report["timing"]), "", "## Soak", "", *soak(report["soak"])]
@@ -175,19 +180,36 @@ def markdown(report: Data) -> str:
     rows = [
         [a["name"], _n(a["start_seconds"], 0), a["error"] or "ok", " ".join(a["flags"]) or "-"] for a in setup["arms"]
     ]
-    lines += table(["arm", "start s", "", "own flags"], rows)
-    lines += ["", f"All: `{' '.join(setup['base'])}`", ""]
-    lines += [f"GPU memory used, MiB: {report['gpu_memory']}."] + [f"Note: {note}." for note in report["notes"]]
+    lines += table(["arm", "start s", "state", "own flags"], rows, "None.")
+    lines += ["", f"All: `{' '.join(setup['base'])}`"]
+    lines += ["", memory(report["gpu_memory"])]
+    for note in report["notes"]:
+        lines += ["", f"Note: {note}."]
     return "\n".join(lines) + "\n"
 
 
+def memory(found: Mapping[str, Sequence[int] | None]) -> str:
+    """Used memory of the GPUs by phase."""
+    phases = {"before": "before", "resident": "while all arms were served", "after": "after"}
+    told = [f"{' and '.join(map(str, found[key] or ()))} {words}" for key, words in phases.items() if found.get(key)]
+    return (
+        f"GPU memory used, MiB: {', '.join(told)}." if told else "GPU memory used: not known, nvidia-smi gave nothing."
+    )
+
+
 def degenerate(report: Data) -> str:
-    """Which prompts loop."""
-    loops = report["loops"]
+    """Which prompts loop; where most do, which do not."""
+    loops, prompts = report["loops"], report["prompts"]
     if not loops:
         return "No answer of the reference is a loop."
-    names = ", ".join(report["prompts"][number]["id"] for number in loops)
+    others = [row["id"] for number, row in enumerate(prompts) if number not in set(loops)]
+    if not others:
+        names = "all of them"
+    elif len(others) < len(loops):
+        names = f"all but {', '.join(others)}"
+    else:
+        names = ", ".join(prompts[number]["id"] for number in loops)
     return (
-        f"{len(loops)} of {len(report['prompts'])} prompts end in a loop, which flatters every drafter (half of the reference's "
-        f"answer is a cycle of at most 32 tokens, told three times or more): {names}."
+        f"{len(loops)} of {len(prompts)} prompts have an answer that loops, which flatters every drafter (half of the "
+        f"reference's answer is a cycle of at most 32 tokens, told three times or more): {names}."
     )

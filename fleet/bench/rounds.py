@@ -136,7 +136,7 @@ class Measured:
     rows: list[dict[str, Any]] = field(default_factory=list)
     texts: Texts = field(default_factory=Texts)
     dropped: dict[str, str] = field(default_factory=dict)
-    ended: str = "all rounds"
+    ended: str = "no server ready"
 
 
 def measure(
@@ -151,7 +151,7 @@ def measure(
     say: Callable[[str], None],
 ) -> Measured:
     """Run the rounds until they are done or the next would end after `deadline` (monotonic). An arm that fails is dropped."""
-    out = Measured()
+    out = Measured(ended="all rounds")
     took: dict[tuple[str, int], float] = {}
     for turn in turns:
         alike = [took[key] for key in took if key[1] == turn.concurrency]
@@ -173,6 +173,8 @@ def measure(
                 say(f"{error.arm} failed and is dropped: {out.dropped[error.arm]}")
                 names = [name for name in names if name != error.arm]
         else:
+            out.ended = f"no arm left, in round {turn.index} ({turn.kind}) of c{turn.concurrency}"
+            say(f"stopping with {out.ended}")
             break
         took[(turn.kind, turn.concurrency)] = time.monotonic() - begin
         for name in names:

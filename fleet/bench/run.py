@@ -129,12 +129,12 @@ def _tokenize(server: Server, prompts: Sequence[Mapping[str, str]]) -> list[Ids]
     return found
 
 
-def _reserve(settings: Settings, start_seconds: float) -> float:
+def reserve(soak_seconds: float | None, timing: bool, start_seconds: float) -> float:
     """Seconds of the limit that phases after the rounds need."""
     seconds = 35.0  # one answer that is on its way, log-probabilities, and the end of all servers
-    if settings.soak:
-        seconds += settings.soak_seconds + 10
-    if settings.timing:
+    if soak_seconds is not None:
+        seconds += soak_seconds + 10
+    if timing:
         seconds += 1.2 * start_seconds + 20
     return seconds
 
@@ -156,7 +156,8 @@ def conduct(settings: Settings, say: Say) -> Findings:
             ready = {server.arm.name: server for server in everyone if server.error is None}
             started = time.monotonic() - begin
             if ready:
-                _with_servers(settings, found, ready, end - _reserve(settings, started), say)
+                kept = reserve(settings.soak_seconds if settings.soak else None, settings.timing, started)
+                _with_servers(settings, found, ready, end - kept, say)
     except (EngineFailed, client.Refused) as error:  # what was measured until then is worth its report
         found.errors["servers"] = str(error)
         say(str(error))
@@ -372,6 +373,7 @@ def report(settings: Settings, found: Findings, started: datetime, seconds: floa
             "new": settings.new,
             "reference": settings.reference,
             "near_tie": settings.near_tie,
+            "latency_rounds": settings.latency,
             "rounds": settings.rounds,
             "requests": settings.requests,
             "seed": settings.seed,
@@ -420,16 +422,23 @@ def run(settings: Settings, say: Say) -> dict[str, Any]:
 
     started, begin = datetime.now(UTC), time.monotonic()
     settings.out.mkdir(parents=True, exist_ok=True)
-    for name in REPORTS:  # whatever happens, an older report must not be taken for this one's
-        (settings.out / name).unlink(missing_ok=True)
+    for old in [*(settings.out / name for name in REPORTS), *settings.out.glob("servers/*/engine.log")]:
+        old.unlink(missing_ok=True)  # whatever happens, an older report or log must not be taken for this run's
     found = conduct(settings, say)
     result = report(settings, found, started, time.monotonic() - begin)
     if why := plot.draw(result["summary"], settings.title, settings.out / "report.svg"):
         result["notes"].append(why)
         say(why)
-    (settings.out / "report.json").write_text(json.dumps(result), encoding="utf-8")
-    (settings.out / "report.md").write_text(text.markdown(result), encoding="utf-8")
+    _write(settings.out / "report.json", json.dumps(result))
+    _write(settings.out / "report.md", text.markdown(result))
     return result
+
+
+def _write(path: Path, text: str) -> None:
+    """A whole file or none: who copies reports while a benchmark ends must not get a half."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 __all__ = ["EngineFailed", "Settings", "run"]

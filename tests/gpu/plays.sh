@@ -5,6 +5,8 @@
 #   tests/gpu/host.sh run FOLDER tests/gpu/plays.sh OUT VARS.yml [STEP...]
 #
 # VARS.yml holds the inventory variables of the host. Each step's output lies in OUT/STEP.txt; the first that fails ends it.
+# The steps run in a session of their own and go on when the caller goes away; the same call then follows them again, steps.txt has what
+# was said. To end them: kill -- -$(cat OUT/pid)
 # PLAYS_CONTROL: folder of the control packages (bin/gpu-pack --host); without it, bin/setup.sh makes the usual environment.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)
@@ -12,6 +14,19 @@ out=${1:?folder for transcripts} vars=$(realpath "${2:?variables of the host}")
 shift 2
 mkdir -p "$out/bin"
 out=$(realpath "$out")
+if [ -z "${PLAYS_APART:-}" ]; then
+  if [ -e "$out/pid" ] && kill -0 "$(cat "$out/pid")" 2>/dev/null; then
+    echo "plays.sh: steps are running in $out already; following them" >&2
+  else
+    rm -f "$out/code"
+    PLAYS_APART=1 setsid "$0" "$out" "$vars" "$@" </dev/null >"$out/steps.txt" 2>&1 &
+    echo $! >"$out/pid"
+  fi
+  tail -n +1 -f --pid="$(cat "$out/pid")" "$out/steps.txt"
+  [ -e "$out/code" ] || { echo "plays.sh: the steps were ended from outside" >&2; exit 1; }
+  exit "$(cat "$out/code")"
+fi
+trap 'code=$?; echo "$code" >"$out/code"' EXIT
 cd "$root"
 if [ -n "${PLAYS_CONTROL:-}" ]; then
   export PYTHONPATH=$PLAYS_CONTROL ANSIBLE_CONFIG=$root/ansible.cfg

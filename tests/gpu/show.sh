@@ -3,12 +3,14 @@
 # The figures of docs/benchmarks.md in one go, on a GPU machine: pairs of 7 B, every arm, ten rounds, soak, negative control.
 #
 #   tests/gpu/run.sh .pack/series -- tests/gpu/show.sh start /tmp/show [PART...]     begins in the background, returns at once
-#   tests/gpu/run.sh .pack/series -- tests/gpu/show.sh wait /tmp/show 570            follows it for so many seconds; 0 once all is done
+#   tests/gpu/run.sh .pack/series -- tests/gpu/show.sh wait /tmp/show 570 ["$OUT"]   follows it for so many seconds, then copies logs
+#                                                                  and the reports that are ready into the last folder, if one is named
+# Exit codes of wait: 0 every part is done and well, 1 one failed or the run was ended, 2 misuse, 4 still running.
 #
 # Parts, in this order if none is named: ranks (needs two GPUs), dense, hybrid, hybrid16, leak. On an H200 with empty JIT caches hybrid wants
 # about 15 minutes by the rounds of run G, hybrid16 and leak some 5 each, dense more than 20. With two GPUs the dense pair takes the first, and all
 # others the second, at the same time.
-# A machine that is lent command by command keeps what was begun in an earlier one. Reports: DIR/PART.
+# A machine that is lent command by command keeps what was begun in an earlier one. Reports: DIR/PART; DIR also holds the pairs (13 GB each).
 set -euo pipefail
 verb=${1:?start or wait} dir=${2:?folder}
 shift 2
@@ -24,25 +26,25 @@ inflate() { # NAME FLAGS..: from the small pair, once
 
 speed() { # NAME PART ARGUMENTS..: the arms of a pair
   local name=$1 part=$2; shift 2
-  python3 -m fleet.bench --pair "$dir/$name-7b" --out "$dir/$part" --new "$new" --rounds 10 "$@"
+  python3 -m fleet.bench --pair "$dir/$name-7b" --out "$dir/$part" --new "$new" "$@"
 }
 
 dense() {
   inflate dense &&
-    speed dense dense --concurrency 1,4,8,16 --requests 1:6,4:8,8:16,16:16 --arms baseline,dflash:16,ddtree-shadow:15,ddtree:15,ddtree:auto \
+    speed dense dense --rounds 10 --concurrency 1,4,8,16 --requests 1:6,4:8,8:16,16:16 --arms baseline,dflash:16,ddtree-shadow:15,ddtree:15,ddtree:auto \
     --arm 'ddtree:63=--speculative-ddtree-linear off' --start-wave 2 --timing --soak ddtree:auto
 }
 
 # A recurrent state for every slot and request: eight requests are what five arms leave room for.
 hybrid() {
   inflate hybrid "${experts[@]}" &&
-    speed hybrid hybrid --concurrency 1,8 --requests 1:6,8:8 --max-running 8 --latency-rounds 1 \
+    speed hybrid hybrid --rounds 10 --concurrency 1,8 --requests 1:6,8:8 --max-running 8 --latency-rounds 1 \
     --arms baseline,dflash:16,ddtree-shadow:15,ddtree:15,ddtree:auto --start-wave 5 --soak ddtree:auto
 }
 
 hybrid16() {
   inflate hybrid "${experts[@]}" &&
-    speed hybrid hybrid16 --concurrency 16 --requests 16 --max-running 16 --latency-rounds 0 --arms baseline,dflash:16,ddtree:auto
+    speed hybrid hybrid16 --rounds 10 --concurrency 16 --requests 16 --max-running 16 --latency-rounds 0 --arms baseline,dflash:16,ddtree:auto
 }
 
 leak() {
@@ -70,7 +72,7 @@ everything() { # PART...
   [ "$(nvidia-smi -L | wc -l)" -lt 2 ] || two=yes
   for part in "$@"; do
     case $part in
-      ranks) [ -z "$two" ] || one 0,1 ranks || failed=1 ;;
+      ranks) if [ -n "$two" ]; then one 0,1 ranks || failed=1; else echo 'left out: it needs two GPUs' >"$dir/ranks.log"; fi ;;
       dense) first=(dense) ;;
       *) others+=("$part") ;;
     esac
@@ -99,15 +101,31 @@ case $verb in
     touch "$dir/begun"
     setsid "$0" run "$dir" "$@" </dev/null >"$dir/run.log" 2>&1 &
     ;;
-  run) everything "$@" ;;
+  run)
+    echo $$ >"$dir/pid"
+    everything "$@"
+    ;;
   wait)
     [ -e "$dir/begun" ] || { echo "show.sh: nothing was begun in $dir; call it with start first" >&2; exit 2; }
+    state=running
     for ((i = 0; i < ${1:-570}; i++)); do
-      [ ! -e "$dir/done" ] || break
+      # Asked before done is looked for: between the two it may end.
+      [ ! -e "$dir/pid" ] || kill -0 "$(cat "$dir/pid")" 2>/dev/null || state=ended
+      [ ! -e "$dir/done" ] || { state=done; break; }
+      [ "$state" = running ] || break
       sleep 1
     done
     tail -n 4 "$dir"/*.log
-    [ -e "$dir/done" ] || { echo "show.sh: still running"; exit 4; }
+    if [ -n "${2:-}" ]; then
+      mkdir -p "$2"
+      for name in "$dir"/*.log "${known[@]/#/$dir/}"; do
+        [ ! -e "$name" ] || cp -R "$name" "$2"
+      done
+    fi
+    case $state in
+      running) echo "show.sh: still running"; exit 4 ;;
+      ended) echo "show.sh: it was ended from outside before all parts were done" >&2; exit 1 ;;
+    esac
     exit "$(cat "$dir/done")"
     ;;
   *) echo "show.sh: start or wait, got $verb" >&2; exit 2 ;;

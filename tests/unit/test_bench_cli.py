@@ -13,7 +13,7 @@ import bench_core
 import bench_files
 import pytest
 
-from fleet.bench import arms, cli, hosts, instance
+from fleet.bench import arms, asked, cli, hosts, instance
 from fleet.bench.arms import Misuse
 
 REPO = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ def test_the_default_arms_are_in_the_table() -> None:
 def test_own_flags_win_and_labels_tell_apart() -> None:
     one, two = arms.arms(["ddtree:22", "ddtree:22@narrow=--speculative-ddtree-topk 4 --trust-remote-code"], NANO)
     assert one.flags["speculative-ddtree-topk"] == ["8"] and two.flags["speculative-ddtree-topk"] == ["4"]
-    assert two.flags["trust-remote-code"] == [] and two.slug == "ddtree-22-narrow"
+    assert two.flags["trust-remote-code"] == [] and two.slug == "ddtree-22@narrow"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_drafter_is_needed_by_those_that_draft(capsys: pytest.CaptureFixture[s
 def test_numbers_by_concurrency() -> None:
     got = settings("--concurrency", "1,8", "--rounds", "1:12,8:3")
     assert got.rounds == {1: 12, 8: 3} and got.requests == {1: 6, 8: 16}
-    assert settings("--requests", "5").requests == dict.fromkeys((1, 4, 8, 16), 5)
+    assert settings("--requests", "20").requests == dict.fromkeys((1, 4, 8, 16), 20)
 
 
 def test_all_arms_have_the_same_base() -> None:
@@ -112,22 +112,25 @@ def test_all_arms_have_the_same_base() -> None:
 
 
 def test_own_prompts() -> None:
-    rows = cli.prompts(cli.PROMPTS, None)
+    rows = asked.prompts(cli.PROMPTS, None)
     assert len(rows) == 64 == len({row["id"] for row in rows}) == len({row["prompt"] for row in rows})
     starts = [row["prompt"][:24] for row in rows]
     assert len(set(starts)) > 56, "different beginnings, or a prefix cache would answer"
-    bundled = {row["prompt"] for row in cli.prompts(NANO / "prompts.jsonl", None)}
+    bundled = {row["prompt"] for row in asked.prompts(NANO / "prompts.jsonl", None)}
     assert not bundled & {row["prompt"] for row in rows}
 
 
 def test_on_hosts_the_rest_goes_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[list[str]] = []
 
-    def run(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        seen.append(argv)
-        return subprocess.CompletedProcess(argv, 2)
+    class Play:
+        def __init__(self, argv: list[str], **_: Any) -> None:
+            seen.append(argv)
 
-    monkeypatch.setattr(hosts.subprocess, "run", run)
+        def wait(self) -> int:
+            return 2
+
+    monkeypatch.setattr(hosts.subprocess, "Popen", Play)
     words = ["-l", "ct200", "-i", "inv", "--instance", "gpu1", "--out", str(tmp_path), "--arms", "baseline,ddtree:15"]
     assert cli.main([*words, "--engine-flags=--context-length 4096"]) == 1
     (argv,) = seen

@@ -235,7 +235,8 @@ def whole() -> dict[str, Any]:
         "checks": [{"id": "output.ddtree:15.c1", "ok": False, "observed": "1 other", "expected": "none"}],
         "setup": {
             "title": "pair", "command": "python3 -m fleet.bench", "started": "2026-11-29T23:00:00+00:00", "device": "H200",
-            "new": 256, "reference": "baseline", "near_tie": 0.25, "base": ["--page-size", "1"], "arms": [arm],
+            "new": 256, "reference": "baseline", "near_tie": 0.25, "latency_rounds": 2,
+            "base": ["--page-size", "1"], "arms": [arm],
         },
         "prompts": [{"id": "class-stack"}, {"id": "b"}], "summary": measured(),
         "equality": [{"arm": "ddtree:15", "concurrency": 1, "negative": False, "count": judged}],
@@ -255,12 +256,40 @@ def test_markdown_tells_what_was_found() -> None:
     assert "| ddtree:15 | 1 | 9 | 2.000 | 0.100 |" in lines and "| dflash:16 | not reported | - | - | - |" in lines
     assert "| c1 | dflash:8 | 252.5 | 1.250 over dflash:16, 2.500 over baseline |" in lines
     assert "dflash best is dflash:8." in lines
-    assert "1 of 2 prompts end in a loop" in text and "class-stack" in text
+    assert "1 of 2 prompts have an answer that loops" in text and "class-stack" in text
+    assert "| requests without loops |" in text and tree.endswith("| 9 | 336.7 | 4.000 |")
+    assert "GPU memory used, MiB: 1 before, 1 after." in lines
     tables = [line for line in lines if line.startswith("|")]
     for one, other in pairwise(lines):
         if one.startswith("|") and other.startswith("|"):
             assert one.count("|") == other.count("|"), (one, other)
     assert len(tables) > 15
+
+
+def test_what_was_not_asked_for_is_told() -> None:
+    told = whole()
+    for part in told["summary"].values():
+        for figures in part["arms"].values():
+            figures["latency"] = None
+    assert "No streaming round came to its end." in report.markdown(told).splitlines()
+    told["setup"]["latency_rounds"] = 0
+    told |= {"equality": [], "timing": {}, "summary": {}, "gpu_memory": {"before": None, "after": None}}
+    text = report.markdown(told)
+    assert "(nothing)" not in text
+    for line in ("No round was measured.", "Nothing to compare.", "No drafting arm was measured."):
+        assert line in text.splitlines()
+    assert "GPU memory used: not known, nvidia-smi gave nothing." in text
+    told["summary"] = {"1": {"references": {}, "arms": {}}}
+    assert "Latencies: not asked for (`--latency-rounds 0`)." in report.markdown(told).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("loops", "named"),
+    [([0], "a."), ([0, 1], "a, b."), ([0, 1, 3], "all but c."), ([0, 1, 2, 3], "all of them."), ([], None)],
+)
+def test_loops_are_named_the_short_way(loops: list[int], named: str | None) -> None:
+    text = report.degenerate({"loops": loops, "prompts": [{"id": name} for name in "abcd"]})
+    assert text.endswith(f": {named}") if named else text == "No answer of the reference is a loop."
 
 
 def test_plot_or_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def test_soak_finds_a_leak_and_a_loop_is_told(tmp_path: Path) -> None:
     report, _ = bench(tmp_path / "leak", *leak, "--engine-flags=--fake-loop", code=1)
     assert failed(report) == ["soak.pool"]
     assert report["loops"] == list(range(8))
-    assert "8 of 8 prompts end in a loop" in (tmp_path / "leak/report.md").read_text()
+    assert "8 of 8 prompts have an answer that loops" in (tmp_path / "leak/report.md").read_text()
     assert report["summary"]["1"]["arms"]["baseline"]["without_loops"]["requests"] == 0
 
 
