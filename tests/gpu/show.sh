@@ -15,7 +15,9 @@ set -euo pipefail
 verb=${1:?start or wait} dir=${2:?folder}
 shift 2
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)
-pairs=${GPU_PAIRS_FROM:-$GPU_HOME/pairs}
+[ "$verb" = wait ] || [ -n "${GPU_PAIRS_FROM:-}${GPU_HOME:-}" ] || {
+  echo "show.sh: no folder of pairs; call it behind tests/gpu/run.sh, or set GPU_PAIRS_FROM" >&2; exit 2; }
+pairs=${GPU_PAIRS_FROM:-${GPU_HOME:-}/pairs}
 size=(--hidden 6144 --layers 24 --intermediate 8192 --vocab 65536)
 new=256
 

@@ -68,6 +68,19 @@ def test_every_part_runs_and_its_report_is_copied(tmp_path: Path, env: dict[str,
     assert "needs two GPUs" in (tmp_path / "copy/ranks.log").read_text()
 
 
+def test_misuse_is_one_line(tmp_path: Path, env: dict[str, str]) -> None:
+    bare = {name: value for name, value in env.items() if name != "GPU_HOME"}
+    for chosen, words, told in (
+        (bare, ("start", tmp_path / "a"), "show.sh: no folder of pairs"),
+        (env, ("start", tmp_path / "a", "nope"), "show.sh: no part nope; known: ranks dense"),
+        (bare, ("wait", tmp_path / "a"), "show.sh: nothing was begun"),
+        (env, ("stop", tmp_path / "a"), "show.sh: start or wait, got stop"),
+    ):
+        done = call(chosen, *words)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1) and told in done.stderr
+    assert not (tmp_path / "a").exists()
+
+
 def test_it_outlives_its_caller(tmp_path: Path, env: dict[str, str]) -> None:
     caller = subprocess.Popen(
         ["bash", "-c", f"{SHOW} start {tmp_path}/show leak; sleep 60"], env=env, start_new_session=True
