@@ -113,7 +113,7 @@ case $verb in
     for ((i = 0; i < ${1:-570}; i++)); do
       # Asked before done is looked for: between the two it may end.
       [ ! -e "$dir/pid" ] || kill -0 "$(cat "$dir/pid")" 2>/dev/null || state=ended
-      [ ! -e "$dir/done" ] || { state=done; break; }
+      [ ! -e "$dir/done" ] || { state=whole; break; }
       [ "$state" = running ] || break
       sleep 1
     done
