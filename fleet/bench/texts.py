@@ -12,8 +12,8 @@ LEAST_RUN = 24  # tokens, so that `)))` is no cycle
 SHARE = 0.5  # of an answer
 
 
-def looping(ids: Sequence[int]) -> float:
-    """Share of an answer's tokens that lie in a cycle of at most 32 tokens, told at least three times in a row."""
+def loops(ids: Sequence[int]) -> list[bool]:
+    """Which of an answer's tokens lie in a cycle of at most 32 tokens, told at least three times in a row."""
     covered = [False] * len(ids)
     for period in range(1, min(LONGEST_CYCLE, len(ids) // TURNS) + 1):
         start = 0
@@ -23,7 +23,18 @@ def looping(ids: Sequence[int]) -> float:
             if at - start >= max(TURNS * period, LEAST_RUN):
                 covered[start:at] = [True] * (at - start)
             start = at - period + 1
-    return sum(covered) / len(ids) if ids else 0.0
+    return covered
+
+
+def loops_from(ids: Sequence[int]) -> int:
+    """Index of the first token that lies in a loop; the length if none does."""
+    covered = loops(ids)
+    return covered.index(True) if True in covered else len(ids)
+
+
+def looping(ids: Sequence[int]) -> float:
+    """Share of an answer's tokens that lie in a loop."""
+    return sum(loops(ids)) / len(ids) if ids else 0.0
 
 
 def degenerate(ids: Sequence[int]) -> bool:

@@ -73,6 +73,33 @@ def test_float32_output_is_the_same(report: dict[str, Any]) -> None:
     assert all(len(t["ids"]) == NEW and t["text"] for t in mine)
 
 
+def test_walk_along_the_report(report: dict[str, Any], engine_python: Path, tmp_path: Path) -> None:
+    """tests/gpu/walk_report.py finds the engine's own count, and a count that is off."""
+
+    lost = json.loads(json.dumps(report))
+    for row in lost["rows"]:
+        for asked in row["requests"]:
+            asked["steps"] = int(asked["steps"] * 1.2)
+    for name, told in {"good": report, "lost": lost}.items():
+        (tmp_path / name).write_text(json.dumps(told))
+    asked_for = [["good"], ["lost"], ["good", "--before-loops"]]
+    once = "import walk_report, json, sys\n" + "".join(
+        f"print(json.dumps(walk_report.main({[*args, '--pair', str(NANO)]!r})))\n" for args in asked_for
+    )  # one process: most of the time goes into its imports
+    done = subprocess.run(
+        [engine_python, "-c", once], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(launch.REPO / "tests/gpu")},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows, codes = [], []
+    for line in done.stdout.splitlines():
+        told = json.loads(line)
+        (codes if isinstance(told, int) else rows).append(told)
+    assert codes == [0, 1, 0]
+    assert [row["arm"] for row in rows[:2]] == ["ddtree:7"] * 2 and rows[0]["prompts"] == PROMPTS
+    assert len(rows) == 2 or rows[2]["walk"] < rows[-1]["walk"]
+
+
 def test_another_model_is_caught(report: dict[str, Any]) -> None:
     """The negative control: almost the same model. Its first differences have gaps, told by baseline's engine."""
     row = next(r for r in report["equality"] if (r["arm"], r["concurrency"]) == ("baseline@other", 1))

@@ -63,6 +63,8 @@ def test_a_cycle_is_a_loop(period: int) -> None:
     assert texts.degenerate(ids)
     assert texts.degenerate(told + words(100, 8)), "wherever it stands"
     assert not texts.degenerate(words(200, 8) + told), "less than half of the answer"
+    assert abs(texts.loops_from(ids) - 100) <= 1
+    assert texts.loops_from(words(100, 8)) == 100
 
 
 # --- near ties ---------------------------------------------------------------------------------------------------
