@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -125,6 +126,17 @@ class Engine:
     def generate(self, **body: Any) -> Any:
         """POST /generate; keyword `input_ids` or `text`, `sampling_params`, ..."""
         return self.post("/generate", body)
+
+    def end(self) -> int:
+        """Ask the server to end as systemd does; return how many requests it was waiting for. It looks every five seconds."""
+        self.process.terminate()
+        told = re.compile(r"Gracefully exiting\.\.\. Remaining number of requests (\d+)")
+        deadline = time.monotonic() + STOP_LIMIT
+        while not (counts := told.findall(self.log())):
+            if time.monotonic() > deadline:
+                raise EngineFailed(f"no word of its end {STOP_LIMIT} s after SIGTERM\n{self.tail()}")
+            time.sleep(0.05)
+        return int(counts[-1])
 
 
 def _group_alive(group: int) -> bool:

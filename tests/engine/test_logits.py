@@ -9,14 +9,14 @@ import subprocess
 from pathlib import Path
 
 from tests.engine import launch
-from tests.engine.conftest import ENV, HERE
+from tests.engine.conftest import HERE
 
 
 def test_penalties_are_the_engines(engine_python: Path, tmp_path: Path) -> None:
     _, env = launch.lay_out(tmp_path)
     home = {key: os.environ[key] for key in ("HOME", "PATH")}
     done = subprocess.run(
-        [engine_python, HERE / "logit_checks.py"], env=home | env | ENV, capture_output=True, text=True, timeout=300
+        [engine_python, HERE / "logit_checks.py"], env=home | env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-4000:]
     counts = json.loads(done.stdout.splitlines()[-1])

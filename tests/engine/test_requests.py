@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -80,3 +81,26 @@ def test_what_a_tree_cannot_serve_is_refused(served: Served, name: str) -> None:
     assert name.split("_", maxsplit=1)[0] in str(refused.value)
     plain = cases.body(served.walk.prompts[0], ignore_eos=True, max_new_tokens=8)
     assert served.engine.generate(**plain)["output_ids"] == served.walk.greedy[0][:8]
+
+
+@pytest.mark.modes("ddtree-15")
+def test_prompts_that_are_too_long_are_refused(served: Served) -> None:
+    """Alone and beside one that is not; that the engine forgets them shows when it is stopped (conftest.py)."""
+    long, short = [5] * 5000, served.walk.prompts[0]
+    for ids in (long, [short, long]):
+        with pytest.raises(EngineFailed, match=r"400 .*longer than the model's context length"):
+            served.engine.generate(input_ids=ids, sampling_params={"temperature": 0, "max_new_tokens": 8})
+
+
+@pytest.mark.modes("ddtree-15")
+def test_aborted_while_they_wait(served: Served) -> None:
+    """Those that run and those that wait end; all slots come back."""
+    crowd = [cases.body(ids, ignore_eos=True, max_new_tokens=300) for ids in served.walk.prompts[:10] * 4]
+    with ThreadPoolExecutor(len(crowd)) as pool:
+        asked = [pool.submit(served.engine.generate, **request) for request in crowd]
+        served.wait_for(lambda load: load["num_waiting_reqs"] > 0)
+        served.engine.post("/abort_request", {"abort_all": True})
+        ends = [future.result(timeout=120)["meta_info"] for future in asked]
+    waited = [end for end in ends if end["finish_reason"].get("message") == "Abort in waiting queue"]
+    assert waited and all(end["completion_tokens"] == 0 for end in waited)
+    assert served.idle()["num_used_tokens"] == 0

@@ -44,7 +44,7 @@ printf 'all:\n  children:\n    gpu_hosts:\n      hosts:\n        here: {ansible_
   >"$out/inventory/hosts.yml"
 cp "$vars" "$out/inventory/host_vars/here.yml"
 inventory=(-i "$out/inventory/hosts.yml")
-name=$(python -c 'import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))["gpu_units_instances"][0]["name"])' "$vars")
+read -r name port < <(python -c 'import sys, yaml; i = yaml.safe_load(open(sys.argv[1]))["gpu_units_instances"][0]; print(i["name"], i["port"])' "$vars")
 unit=sglang@$name.service
 
 preflight() { python -m fleet.preflight "${inventory[@]}" -l here --json; }
@@ -52,6 +52,7 @@ check() { ansible-playbook site.yml "${inventory[@]}" --check --diff; }
 site() { ansible-playbook site.yml "${inventory[@]}"; }
 again() { ansible-playbook site.yml "${inventory[@]}" | tee "$out/recap" && grep -Eq ' changed=0 .*failed=0' "$out/recap"; }
 smoke() { python -m fleet.smoke ddtree "${inventory[@]}" -l here --json; }
+asked() { python3 tests/asked.py "http://127.0.0.1:$port"; }
 unit() { systemctl show "$unit" -p ActiveState -p Result -p DevicePolicy -p DeviceAllow -p CPUAffinity -p NUMAPolicy && systemctl cat "$unit"; }
 journal() { journalctl -u "$unit" --no-pager -o cat; }
 security() { systemd-analyze security --no-pager "$unit"; }
@@ -68,7 +69,7 @@ killed() { # the engine dies under systemd: it comes back by itself
 }
 stop() { systemctl stop "$unit"; systemctl show "$unit" -p ActiveState -p Result; memory; }
 
-steps=(preflight check site again smoke unit security memory mode_dflash mode_shadow mode_back killed journal stop)
+steps=(preflight check site again smoke asked unit security memory mode_dflash mode_shadow mode_back killed journal stop)
 [ $# -eq 0 ] || steps=("$@")
 for step in "${steps[@]}"; do
   began=$(date +%s)

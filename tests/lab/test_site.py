@@ -266,6 +266,12 @@ def test_the_everyday_verb_agrees(way: Way) -> None:
     assert [verdict["ok"] for verdict in json.loads(done.stdout)] == [True]
 
 
+def test_every_kind_of_request_is_answered_or_refused(way: Way) -> None:
+    """With what the host has: no C++ compiler, for one. That nothing is left of them shows when the unit is switched."""
+    asked = way.host.ssh("python3 - http://127.0.0.1:30000", stdin=(REPO / "tests/asked.py").read_text(), check=False)
+    assert asked.returncode == 0, asked.stdout + asked.stderr
+
+
 def test_a_second_run_changes_nothing_in_few_tasks(way: Way) -> None:
     play = run_play("site.yml", hosts=[way.host])
     assert play.status == 0, play.text
@@ -339,6 +345,9 @@ def test_a_switch_is_proven_and_temporary(back: Back) -> None:
     assert switch["inventory"] == "ddtree"
     assert switch["smoke"]["ok"]
     assert {check["id"] for check in switch["smoke"]["checks"]} >= {"hook.dflash-verify", "output.batch"}
+    told = back.host.ssh("journalctl -u sglang@cpu0 -o cat").stdout
+    assert "Remaining number of requests 0" in told
+    assert "'stop-sigterm' timed out" not in told, "an engine was killed at the limit of its stop"
 
 
 def test_a_switch_that_fails_its_smoke_goes_back(back: Back) -> None:

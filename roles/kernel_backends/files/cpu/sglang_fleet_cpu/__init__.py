@@ -10,6 +10,7 @@ cannot work without a device or would take minutes per answer:
    cannot read).
 3. Triton's autotuner takes a kernel's first configuration instead of timing all of them on a device.
 4. Gated delta nets (hybrid models) take the GPU's branches, with torch twins of their kernels (recurrent.py).
+5. A grammar's mask is applied by the torch function that the engine keeps for NPUs; for a CPU it has none, and ends.
 
 It acts only with `SGLANG_USE_CPU_ENGINE=1` and ends the process when a CUDA device is visible, so no GPU run can ever
 contain it. Any mismatch with the engine ends the process too: SGLang itself would only log the error and serve on.
@@ -96,6 +97,17 @@ def _autotuner() -> None:
     Autotuner.run = run
 
 
+def _grammar() -> None:
+    from sglang.srt.constrained import xgrammar_backend
+
+    def apply_vocab_mask(self: Any, logits: Any, vocab_mask: Any) -> None:
+        xgrammar_backend.apply_token_bitmask_inplace_torch(logits, vocab_mask)
+
+    if parameters(xgrammar_backend.XGrammarGrammar.apply_vocab_mask) != parameters(apply_vocab_mask):
+        raise stop("XGrammarGrammar.apply_vocab_mask takes other arguments; this engine needs its own")
+    xgrammar_backend.XGrammarGrammar.apply_vocab_mask = apply_vocab_mask
+
+
 def _recurrent() -> None:
     from sglang_fleet_cpu import recurrent
 
@@ -118,7 +130,7 @@ def register() -> None:
         )
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise stop("TRITON_INTERPRET=1 is missing; without it Triton's kernels need a GPU")
-    for part in (_kernels, _recurrent, _embeddings, _autotuner):
+    for part in (_kernels, _recurrent, _embeddings, _autotuner, _grammar):
         try:
             part()
         except Exception as error:
