@@ -57,7 +57,7 @@ class Options:
     names: list[str]
     prompts: Path | None = None
     negative: list[str] = field(default_factory=list)
-    alone: int = 16
+    alone: int = 64
     batch: int = 64
     new: int = 256
     near_tie: float = 0.25
@@ -330,7 +330,7 @@ def from_environment(pair: Path, out: Path, environ: Mapping[str, str]) -> Optio
     return Options(
         pair=pair, out=out, names=names, negative=negative,
         prompts=Path(prompts) if prompts else None,
-        alone=int(environ.get("GPU_ALONE", "16")), batch=int(environ.get("GPU_BATCH", "64")),
+        alone=int(environ.get("GPU_ALONE", "64")), batch=int(environ.get("GPU_BATCH", "64")),
         new=int(environ.get("GPU_NEW", "256")), parallel=int(environ.get("GPU_PARALLEL", "5")),
         soak=next((name for name in names if name.startswith("ddtree:") and "@" not in name), None),
         soak_seconds=float(environ.get("GPU_SOAK", "120")),
