@@ -113,7 +113,7 @@ def test_plays_outlive_their_caller(tmp_path: Path) -> None:
         '#!/bin/sh\n: >"$BEGUN"\nuntil [ -e "$GO" ]; do sleep 0.05; done\necho 5 MiB\n'
     )
     (programs / "nvidia-smi").chmod(0o755)
-    (tmp_path / "vars.yml").write_text("gpu_units_instances: [{name: gpu0}]\n")
+    (tmp_path / "vars.yml").write_text("gpu_units_instances: [{name: gpu0, port: 30000}]\n")
     own = {"PATH": f"{programs}:{os.environ['PATH']}", "GO": str(tmp_path / "go"), "BEGUN": str(tmp_path / "begun")}
     env = {**os.environ, **own}
     words = [REPO / "tests/gpu/plays.sh", tmp_path / "out", tmp_path / "vars.yml", "memory"]
