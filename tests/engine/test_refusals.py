@@ -168,6 +168,29 @@ for name, words in json.load(sys.stdin).items():
         said[name] = f"{type(error).__name__}: {error}"
 print(json.dumps(said))
 """
+# What is switched off, and a target that only its model runner tells; the rest of a worker needs a loaded model.
+LATER = """
+import json, logging, sys
+from types import SimpleNamespace
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.server_args import prepare_server_args
+from sglang.srt.speculative.ddtree_worker import DDTreeWorker
+
+logging.basicConfig(level=logging.WARNING)
+args = prepare_server_args(sys.argv[1:])
+told = {"disable_overlap_schedule": args.disable_overlap_schedule, "enable_mixed_chunk": args.enable_mixed_chunk}
+for window in (None, 128):
+    runner = SimpleNamespace(
+        attn_backend=TritonAttnBackend.__new__(TritonAttnBackend), sliding_window_size=window, model_config=None,
+        mambaish_config=None, model=None,
+    )
+    try:
+        DDTreeWorker._refuse_what_cannot_verify_trees(SimpleNamespace(server_args=args, model_runner=runner))
+        told[str(window)] = None
+    except ValueError as error:
+        told[str(window)] = str(error)
+print(json.dumps(told))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +203,18 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+def run(python: Path, env: dict[str, str], *words: str, stdin: str = "") -> tuple[Any, str]:
+    """(JSON of the last line, what was logged) of a script in the engine's Python."""
+    base = {
+        "PATH": os.environ["PATH"],
+        "HOME": os.environ["HOME"],
+        "PYTHONPYCACHEPREFIX": str(engine_venv.CACHE / "pycache"),
+    }
+    done = subprocess.run([python, "-c", *words], input=stdin, env=base | env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
 @pytest.fixture(scope="module")
 def said(
     engine_python: Path, targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
@@ -190,16 +225,7 @@ def said(
     for name, (args, _) in CASES.items():
         model = {"model-path": str(targets.get(args.get("model-path", ""), NANO / "target"))}
         wanted[name] = launch.flags({**profile, **args, **model})
-    base = {
-        "PATH": os.environ["PATH"],
-        "HOME": os.environ["HOME"],
-        "PYTHONPYCACHEPREFIX": str(engine_venv.CACHE / "pycache"),
-    }
-    done = subprocess.run(
-        [engine_python, "-c", SCRIPT], input=json.dumps(wanted), env=base | env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return dict(run(engine_python, env, SCRIPT, stdin=json.dumps(wanted))[0])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -212,6 +238,18 @@ def test_arguments(said: dict[str, str | None], case: str) -> None:
     assert answer is not None, "was taken"
     assert [word for word in words if word not in answer] == [], answer
     assert answer.startswith("ValueError: ") or ": error: argument --" in answer
+
+
+def test_what_is_switched_off_and_a_sliding_window(engine_python: Path, tmp_path: Path) -> None:
+    profile, env = launch.lay_out(tmp_path)
+    del profile["disable-overlap-schedule"]
+    args = {**profile, **TREE, "enable-mixed-chunk": True, "model-path": str(NANO / "target")}
+    told, logged = run(engine_python, env, LATER, *launch.flags(args))
+    assert told["disable_overlap_schedule"] is True and told["enable_mixed_chunk"] is False
+    assert "Overlap scheduler is disabled" in logged and "Mixed chunked prefill is disabled" in logged
+    assert told["None"] is None, "without a window the same target is taken"
+    for words in (str(NANO / "target"), "sliding window (128)", "Use --speculative-algorithm DFLASH"):
+        assert words in told["128"]
 
 
 def test_server_does_not_start(engine_python: Path, targets: dict[str, Path], tmp_path: Path) -> None:
