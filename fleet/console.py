@@ -62,6 +62,15 @@ class Progress:
             self.done(name, time.monotonic() - began)
 
 
+def _terminal_tells_us() -> bool:
+    """Whether this process group is in front of its terminal, so that Ctrl-C reaches all of it."""
+    try:
+        with open("/dev/tty", encoding="utf-8") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
 def run_logged(
     argv: Sequence[str],
     log: Path,
@@ -72,7 +81,8 @@ def run_logged(
     """Runs a program without stdin; every line of its output goes to `log` (appended) and to `on_line`.
 
     `on_wait` is called about once a second while nothing comes. Returns the exit status, 128 + n after signal n. Whatever ends
-    this early waits for the program's own end: at Ctrl-C the terminal has told it too, otherwise it gets SIGTERM.
+    this early waits for the program's own end: at Ctrl-C the terminal has told it too, otherwise (and the second time) it gets
+    SIGTERM.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -100,9 +110,14 @@ def run_logged(
                 if not data:
                     break
         except BaseException as reason:
-            if not isinstance(reason, KeyboardInterrupt):
+            if not (isinstance(reason, KeyboardInterrupt) and _terminal_tells_us()):
                 child.terminate()
-            child.communicate()  # a full pipe would keep it from ending
+            try:
+                child.communicate()  # a full pipe would keep it from ending
+            except BaseException:
+                child.terminate()
+                child.communicate()
+                raise
             raise
         code = child.wait()
     return code if code >= 0 else 128 - code

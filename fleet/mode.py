@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -49,22 +50,23 @@ def instances(target: remote.Target) -> dict[str, str]:
 def choose(inventory: Sequence[str], host: str, name: str, mode: str | None) -> tuple[remote.Target, str]:
     """(host, mode that its inventory has for the instance). Raises Misuse for what is unknown, with what is known."""
     hosts = remote.targets(inventory, host, "gpu_units_")
+    files = "".join(f" -i {shlex.quote(file)}" for file in inventory)
     if len(hosts) != 1:
         names = ", ".join(h.name for h in hosts)
         raise remote.Misuse(
-            f"{host} names {len(hosts)} hosts ({names})", f"name one, as in bin/mode {hosts[0].name} {name}"
+            f"{host} names {len(hosts)} hosts ({names})", f"name one, as in bin/mode {hosts[0].name} {name}{files}"
         )
     known = instances(hosts[0])
     if name not in known:
         told = f"{hosts[0].name} has no instance {name!r}; known: {', '.join(known) or 'none'}"
         one = next(iter(known), None)
-        fix = f"bin/mode {hosts[0].name} {one}" if one else f"write gpu_units_instances into {hosts[0].where}"
+        fix = f"bin/mode {hosts[0].name} {one}{files}" if one else f"write gpu_units_instances into {hosts[0].where}"
         raise remote.Misuse(told, fix)
     if mode is not None and mode not in modes():
         likely = (near(mode, modes(), 1) or modes())[0]
         raise remote.Misuse(
             f"unknown mode {mode!r}; known: {', '.join(modes())}",
-            f"bin/mode {host} {name} {likely}, or another of them",
+            f"bin/mode {host} {name} {likely}{files}, or another of them",
         )
     return hosts[0], known[name]
 

@@ -38,6 +38,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "regex": {"regex": "(yes|no)"},
     "ebnf": {"ebnf": 'root ::= "yes" | "no"'},
     "stream": {"stream": True, "stream_options": {"include_usage": True}},
+    "logprobs, stream": {"stream": True, "logprobs": True},
+    "temperature NaN": {"temperature": float("nan")},
+    "top_k 2^40": {"temperature": 0.8, "top_k": 2**40},
+    "negative n": {"n": -1},
+    "bias without end": {"logit_bias": {"7": float("inf")}},
 }
 
 
@@ -68,8 +73,9 @@ def whole(kind: str, code: int, text: str) -> bool:
         return bool(json.loads(text).get("message"))
     if code != 200:
         return False
-    if kind == "stream":
-        return text.rstrip().endswith("data: [DONE]") and '"completion_tokens"' in text
+    if KINDS[kind].get("stream"):
+        refused = '"code": 400' in text or '"code":400' in text
+        return text.rstrip().endswith("data: [DONE]") and ('"completion_tokens"' in text or refused)
     choices = json.loads(text)["choices"]
     return len(choices) == KINDS[kind].get("n", 1) and all(choice["finish_reason"] for choice in choices)
 

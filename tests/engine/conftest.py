@@ -282,7 +282,7 @@ def served(
         record_testsuite_property(f"start-seconds-{wanted.name}", round(engine.start_seconds, 1))
         yield served
         if wanted.name == "ddtree-15":
-            assert engine.end() == 0, "the engine still knows requests that have ended (0010-request-states.patch)"
+            assert engine.end() == 0, "the engine still knows requests that have ended (0010-requests.patch)"
 
 
 @pytest.fixture

@@ -95,7 +95,8 @@ def test_walk_along_the_report(report: dict[str, Any], engine_python: Path, tmp_
     for line in done.stdout.splitlines():
         told = json.loads(line)
         (codes if isinstance(told, int) else rows).append(told)
-    assert codes == [0, 1, 0]
+    assert codes[:2] == [0, 1]
+    assert codes[2] == int(len(rows) == 2), "no text of these is long enough, or the walk along them was told"
     assert [row["arm"] for row in rows[:2]] == ["ddtree:7"] * 2 and rows[0]["prompts"] == PROMPTS
     assert len(rows) == 2 or rows[2]["walk"] < rows[-1]["walk"]
 

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import json
+import math
+import re
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -81,6 +84,73 @@ def test_what_a_tree_cannot_serve_is_refused(served: Served, name: str) -> None:
     assert name.split("_", maxsplit=1)[0] in str(refused.value)
     plain = cases.body(served.walk.prompts[0], ignore_eos=True, max_new_tokens=8)
     assert served.engine.generate(**plain)["output_ids"] == served.walk.greedy[0][:8]
+
+
+# Each of them ends the scheduler of the released engine.
+BAD: dict[str, dict[str, Any]] = {
+    "a token that there is not": {"input_ids": [5, 99999999]},
+    "a negative token": {"input_ids": [5, -1]},
+    "a huge token": {"input_ids": [2**70]},
+    "no temperature": {"sampling_params": {"temperature": math.nan, "max_new_tokens": 4}},
+    "a top-k beyond 32 bits": {"sampling_params": {"temperature": 0.8, "top_k": 2**40}},
+    "half a token": {"sampling_params": {"max_new_tokens": 3.5}},
+    "a bias that is a list": {"sampling_params": {"max_new_tokens": 4, "logit_bias": [1]}},
+    "a bias without end": {"sampling_params": {"max_new_tokens": 4, "logit_bias": {"5": math.inf}}},
+    "a held up stop token that there is not": {"sampling_params": {"min_new_tokens": 2, "stop_token_ids": [99999999]}},
+    "the log-probability of no token": {"token_ids_logprob": [99999999]},
+}
+
+
+@pytest.mark.modes("baseline", "ddtree-15")
+@pytest.mark.parametrize("name", BAD)
+def test_values_that_would_end_the_engine_are_refused(served: Served, name: str) -> None:
+    good = cases.body(served.walk.prompts[0], ignore_eos=True, max_new_tokens=8)
+    field = r"(_ids|temperature|top_k|tokens|bias)"
+    with pytest.raises(EngineFailed, match=rf"^POST /generate: 400 .*{field}"):
+        served.engine.generate(**good | BAD[name])
+    assert re.match(
+        rf'data: {{"error": ?{{"message": ?"[^"]*{field}', served.engine.generate(**good | BAD[name] | {"stream": True})
+    )
+    assert served.engine.generate(**good)["output_ids"] == served.walk.greedy[0][:8]
+
+
+@pytest.mark.modes("ddtree-15")
+def test_log_probabilities_are_refused_in_a_stream_too(served: Served) -> None:
+    chat = {"model": "any", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "logprobs": True}
+    with pytest.raises(EngineFailed, match=r"400 .*does not support return_logprob"):
+        served.engine.post("/v1/chat/completions", chat | {"stream": True})
+
+
+@pytest.mark.modes("ddtree-15")
+def test_a_request_that_fails_takes_no_other_along(served: Served) -> None:
+    """Ids that clients give: the one of a running request, and the one that several answers would have had."""
+    ids = served.walk.prompts[0]
+    running = cases.body(ids, ignore_eos=True, max_new_tokens=cases.NEW) | {"rid": "mine_1"}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(served.engine.generate, **running)
+        served.wait_for(lambda load: load["num_running_reqs"] > 0 or answer.done())
+        with pytest.raises(EngineFailed, match=r"400 .*longer than"):
+            served.engine.generate(rid="mine", input_ids=[5] * 5000, sampling_params={"n": 2, "max_new_tokens": 8})
+        assert answer.result(timeout=60)["output_ids"] == served.walk.greedy[0]
+    with pytest.raises(EngineFailed, match=r"400 .*Duplicate request ID"):
+        served.engine.generate(rid=["twice", "twice"], input_ids=[ids, ids], sampling_params={"max_new_tokens": 8})
+    again = cases.body(ids, ignore_eos=True, max_new_tokens=8) | {"rid": "twice"}
+    assert served.engine.generate(**again)["output_ids"] == served.walk.greedy[0][:8]
+
+
+@pytest.mark.modes("ddtree-15")
+@pytest.mark.parametrize("several", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_that_go_away(served: Served, several: int, stream: bool) -> None:
+    """What they asked for ends; that the engine forgets it shows when it is stopped (conftest.py)."""
+    asked = cases.body(served.walk.prompts[0], ignore_eos=True, max_new_tokens=100, n=several) | {"stream": stream}
+    for reached in ("sent", "running"):
+        client = http.client.HTTPConnection(served.engine.url.removeprefix("http://"))
+        client.request("POST", "/generate", json.dumps(asked), {"content-type": "application/json"})
+        if reached == "running":
+            served.wait_for(lambda load: load["num_running_reqs"] > 0)
+        client.close()
+    assert served.idle()["num_used_tokens"] == 0
 
 
 @pytest.mark.modes("ddtree-15")

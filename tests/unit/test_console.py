@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fleet.console import Progress, last_lines, run_logged
+from fleet.importer import ROOT
 
 
 class Terminal(io.StringIO):
@@ -81,6 +84,24 @@ time.sleep(60)
     with pytest.raises(RuntimeError, match="reader"):
         run_logged(python(code), tmp_path / "log", fail, nothing)
     assert (tmp_path / "ended").exists()
+
+
+def test_an_interrupt_without_a_terminal_reaches_the_program(tmp_path: Path) -> None:
+    """As in `bin/quickstart &` and a kill -INT of its pid alone: nobody else tells what runs below it."""
+    door = f"""
+import pathlib, sys
+from fleet.console import run_logged
+program = [sys.executable, "-uc", "import time; print('up'); time.sleep(60)"]
+run_logged(program, pathlib.Path({str(tmp_path / "log")!r}), print, lambda: None)
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", door], env=env, start_new_session=True, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) != 0
+        assert process.stdout.read() == "", "what ran below it has ended: nobody holds the pipe"
 
 
 def test_phase_is_measured_even_if_it_fails() -> None:

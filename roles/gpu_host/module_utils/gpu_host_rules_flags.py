@@ -29,7 +29,7 @@ SECRET_ENV = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL)S?$")
 @rule(
     "budget-bad",
     BLOCK,
-    "A tree needs at least one node beside its root.",
+    "A tree needs at least one node beside its root; auto chooses one of 7, 15, 22 and 31.",
     source="https://arxiv.org/abs/2604.12989",
     needs_host=False,
 )
@@ -37,11 +37,12 @@ def budget_bad(case: Case) -> Iterator[Hit]:
     """budget is a whole number from 1 up, or auto."""
     for at, instance in enumerate(case.instances):
         if instance.get("budget") != "auto" and (not whole(instance.get("budget")) or instance["budget"] < 1):
+            word = isinstance(instance.get("budget"), str) and not instance["budget"].strip().isdigit()
             yield Hit(
                 label(instance, at),
                 f"budget {shown(instance.get('budget'))}",
                 "a whole number of 1 or more, or auto",
-                f"Set budget: 15 for it in {case.where} or in gpu_units_defaults.",
+                f"Set budget: {'auto' if word else 15} for it in {case.where} or in gpu_units_defaults.",
             )
 
 
