@@ -41,7 +41,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "logprobs, stream": {"stream": True, "logprobs": True},
     "temperature NaN": {"temperature": float("nan")},
     "top_k 2^40": {"temperature": 0.8, "top_k": 2**40},
-    "negative n": {"n": -1},
     "bias without end": {"logit_bias": {"7": float("inf")}},
 }
 
