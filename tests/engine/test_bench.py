@@ -80,9 +80,12 @@ def test_walk_along_the_report(report: dict[str, Any], engine_python: Path, tmp_
     for row in lost["rows"]:
         for asked in row["requests"]:
             asked["steps"] = int(asked["steps"] * 1.2)
-    for name, told in {"good": report, "lost": lost}.items():
+    longer = json.loads(json.dumps(report))  # answers long enough to walk along: distinct tokens, then a loop
+    for text in longer["texts"]:
+        text["ids"] = [*range(5, 45), *[7] * 40]
+    for name, told in {"good": report, "lost": lost, "longer": longer}.items():
         (tmp_path / name).write_text(json.dumps(told))
-    asked_for = [["good"], ["lost"], ["good", "--before-loops"]]
+    asked_for = [["good"], ["lost"], ["longer", "--before-loops"], ["good", "--before-loops"]]
     once = "import walk_report, json, sys\n" + "".join(
         f"print(json.dumps(walk_report.main({[*args, '--pair', str(NANO)]!r})))\n" for args in asked_for
     )  # one process: most of the time goes into its imports
@@ -95,10 +98,11 @@ def test_walk_along_the_report(report: dict[str, Any], engine_python: Path, tmp_
     for line in done.stdout.splitlines():
         told = json.loads(line)
         (codes if isinstance(told, int) else rows).append(told)
-    assert codes[:2] == [0, 1]
-    assert codes[2] == int(len(rows) == 2), "no text of these is long enough, or the walk along them was told"
-    assert [row["arm"] for row in rows[:2]] == ["ddtree:7"] * 2 and rows[0]["prompts"] == PROMPTS
-    assert len(rows) == 2 or rows[2]["walk"] < rows[-1]["walk"]
+    assert codes == [0, 1, 0, 1] and "no answer to walk along" in done.stderr
+    assert [row["arm"] for row in rows] == ["ddtree:7"] * 2 + ["chain", *(f"tree {n}" for n in (7, 15, 22, 31, 63))]
+    assert rows[0]["prompts"] == PROMPTS
+    assert {row["tokens"] for row in rows[2:]} == {40 * PROMPTS}, "up to the loop"
+    assert 1 <= rows[2]["walk"] <= rows[-1]["walk"]
 
 
 def test_another_model_is_caught(report: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ for folder in (ROOT, ROOT / "models", ROOT / "tests/engine", ROOT / "tests/gpu")
 
 BOUND = 0.03  # of the walk
 LEAST = 33  # tokens before a loop that make a text worth walking: one of the prefill, then two steps of a full block
-PRESETS = {"chain": 1, "tree 7": 7, "tree 15": 15, "tree 22": 22, "tree 31": 31, "tree 63": 63}
+BUDGETS, TOPK = (7, 15, 22, 31, 63), 8  # trees that --before-loops compares with the chain
 
 Arm = tuple[int, int]  # nodes without the root, candidates per position
 
@@ -49,12 +49,18 @@ def shape(flags: Sequence[str], block: int) -> Arm | None:
     return int(told["--speculative-ddtree-budget"]), int(told["--speculative-ddtree-topk"])
 
 
-def alone(report: Mapping[str, Any], arm: str) -> dict[int, tuple[list[int], int, int]]:
-    """{prompt: (token ids, tokens after the first, verify steps)} of an arm's requests asked alone, the first of each prompt."""
+def told_alone(report: Mapping[str, Any], arm: str) -> dict[int, list[int]]:
+    """{prompt: token ids} of an arm's answers given alone, the first of each prompt."""
     ids: dict[int, list[int]] = {}
     for text in report["texts"]:
         if text["arm"] == arm and text["concurrency"] == 1:
             ids.setdefault(text["prompt"], text["ids"])
+    return ids
+
+
+def alone(report: Mapping[str, Any], arm: str) -> dict[int, tuple[list[int], int, int]]:
+    """{prompt: (token ids, tokens after the first, verify steps)} of an arm's requests asked alone, the first of each prompt."""
+    ids = told_alone(report, arm)
     found: dict[int, tuple[list[int], int, int]] = {}
     for row in report["rows"]:
         if row["arm"] == arm and row["concurrency"] == 1:
@@ -89,20 +95,17 @@ def compare(report: Mapping[str, Any], pair: Path, device: str) -> list[dict[str
 
 
 def before_loops(report: Mapping[str, Any], pair: Path, device: str) -> list[dict[str, Any]]:
-    """A row per preset: {arm, prompts, tokens, walk}, along the reference's texts up to the first loop (fleet.bench.texts)."""
+    """A row for the chain and each budget: {arm, prompts, tokens, walk}, along the reference's texts up to the first loop."""
     from walk_texts import tokens_per_step
 
     from fleet.bench.texts import loops_from
 
-    told: dict[int, list[int]] = {}
-    for text in report["texts"]:
-        if text["arm"] == report["setup"]["reference"] and text["concurrency"] == 1:
-            told.setdefault(text["prompt"], text["ids"][: loops_from(text["ids"])])
+    told = {number: ids[: loops_from(ids)] for number, ids in told_alone(report, report["setup"]["reference"]).items()}
     texts = {number: ids for number, ids in sorted(told.items()) if len(ids) >= LEAST}
     if not texts:
         return []
     block = int(json.loads((pair / "draft/config.json").read_text())["block_size"])
-    arms = {name: (block - 1, 1) if name == "chain" else (nodes, 8) for name, nodes in PRESETS.items()}
+    arms = {"chain": (block - 1, 1), **{f"tree {nodes}": (nodes, TOPK) for nodes in BUDGETS}}
     walks = tokens_per_step(
         pair, [report["prompts"][number]["ids"] for number in texts], {name: list(texts.values()) for name in arms}, arms, device
     )  # fmt: skip
