@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -50,7 +49,7 @@ def instances(target: remote.Target) -> dict[str, str]:
 def choose(inventory: Sequence[str], host: str, name: str, mode: str | None) -> tuple[remote.Target, str]:
     """(host, mode that its inventory has for the instance). Raises Misuse for what is unknown, with what is known."""
     hosts = remote.targets(inventory, host, "gpu_units_")
-    files = "".join(f" -i {shlex.quote(file)}" for file in inventory)
+    files = "".join(f" {word}" for word in remote.given(inventory))
     if len(hosts) != 1:
         names = ", ".join(h.name for h in hosts)
         raise remote.Misuse(

@@ -60,7 +60,9 @@ def test_misuse(words: list[str], told: str, inventory: str, capsys: pytest.Capt
     assert mode.main([*words, "-i", inventory]) == 2
     with pytest.raises(remote.Misuse, match=told):
         mode.choose([inventory], words[0], words[1], words[2] if len(words) > 2 else None)
-    assert "mode: " in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "mode: " in error
+    assert "bin/mode" not in error or f" -i {inventory}" in error, "the next step is copied as it is"
 
 
 def test_without_a_mode_it_only_tells(
