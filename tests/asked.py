@@ -73,8 +73,7 @@ def whole(kind: str, code: int, text: str) -> bool:
     if code != 200:
         return False
     if KINDS[kind].get("stream"):
-        refused = '"code": 400' in text or '"code":400' in text
-        return text.rstrip().endswith("data: [DONE]") and ('"completion_tokens"' in text or refused)
+        return text.rstrip().endswith("data: [DONE]") and '"completion_tokens"' in text
     choices = json.loads(text)["choices"]
     return len(choices) == KINDS[kind].get("n", 1) and all(choice["finish_reason"] for choice in choices)
 
