@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,9 @@ def ours(port: int, pid: int) -> bool:
         try:
             if sockets and (folder / "cgroup").read_text(encoding="ascii") == group:
                 for entry in (folder / "fd").iterdir():
-                    if str(entry.readlink()) in sockets:
-                        return True
+                    with suppress(FileNotFoundError):  # closed meanwhile; the socket may come after it
+                        if str(entry.readlink()) in sockets:
+                            return True
         except OSError:  # ended meanwhile, or another user's
             continue
     return False
